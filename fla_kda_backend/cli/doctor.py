@@ -1,0 +1,165 @@
+"""`fla-kda doctor`: what is installed, what GPU there is, whether FLA asks us, what the switches say.
+
+Every probe is guarded, so that something is printed whatever is broken.
+"""
+
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import warnings
+
+PACKAGES = (
+    "fla-kda-backend",
+    "torch",
+    "triton",
+    "flash-linear-attention",
+    "fla-core",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+    "flash-kda",
+)
+
+
+def add_parser(subparsers):
+    parser = subparsers.add_parser("doctor", help="versions, GPU, registration, switches, cache")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args):
+    report = examine()
+    print(json.dumps(report, indent=2, default=str) if args.json else "\n".join(text(report)))
+    return 0
+
+
+def examine():
+    """A dict with one entry a probe; one that raised is {"error": ...}."""
+    report = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for probe in (versions, gpus, cuda_match, registration, switches, cache):
+            try:
+                report[probe.__name__] = probe()
+            except Exception as error:
+                report[probe.__name__] = {"error": f"{type(error).__name__}: {error}"}
+    return report
+
+
+def text(report):
+    for name, found in report.items():
+        yield f"{name.replace('_', ' ')}:"
+        entries = found if isinstance(found, list) else [found]
+        for entry in entries or ["none"]:
+            if not isinstance(entry, dict):
+                yield f"  {entry}"
+                continue
+            width = max(map(len, entry), default=0)
+            yield from (f"  {key.ljust(width)}  {'-' if value is None else value}" for key, value in entry.items())
+
+
+def versions():
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def gpus():
+    import torch
+
+    from .. import eligibility
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        if torch.version.hip is not None or capability not in eligibility.RUN + eligibility.COMPILED_ONLY:
+            support = "not supported: every call is left to FLA"
+        else:
+            support = (
+                "runs" if capability in eligibility.RUN else "compiled only: checked against FLA at the first call"
+            )
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": "{}.{}".format(*capability),
+                "multiprocessors": properties.multi_processor_count,
+                "support": support,
+            }
+        )
+    return found
+
+
+def cuda_match():
+    """Torch's CUDA, the driver's, and the CUDA that the DSL's libraries are for."""
+    import torch
+
+    installed = [name[-2:] for name in PACKAGES if "libs-cu" in name and versions()[name]]
+    cuda = torch.version.cuda
+    if cuda is None:
+        verdict = "torch is built without CUDA: no kernel can run"
+    elif cuda.split(".")[0] in installed:
+        verdict = "ok"
+    else:
+        verdict = f"mismatch: install nvidia-cutlass-dsl with the libraries for CUDA {cuda.split('.')[0]}"
+    return {"torch": cuda, "driver": driver_cuda(), "dsl libraries": ", ".join(installed) or None, "verdict": verdict}
+
+
+def driver_cuda():
+    try:
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    except (OSError, AttributeError):
+        return None
+
+
+def registration():
+    """The state in this process before and after FLA's KDA is imported."""
+    import torch  # noqa: F401
+
+    from .. import _autoload
+
+    before, _ = _autoload.status()
+    importlib.import_module("fla.ops.kda")
+    state, detail = _autoload.status()
+    return {"after import torch": before, "after import fla.ops.kda": state, "detail": detail}
+
+
+def switches():
+    from .. import config
+
+    found = {variable.name: shown(variable) for variable in config.VARIABLES}
+    for name in ("FLA_DISABLE_BACKEND_DISPATCH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        found[name] = "not set" if name not in os.environ else f"{os.environ[name]!r} (counts at import)"
+    return found
+
+
+def shown(variable):
+    raw = os.environ.get(variable.name)
+    value = variable.get()
+    if variable.choices is not None:
+        value = next(choice for choice, meaning in variable.choices.items() if meaning == value)
+    return f"{'not set' if value is None else value} ({'default' if raw is None else f'set to {raw!r}'})"
+
+
+def cache():
+    from .. import config
+
+    folder = config.cache_dir()
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    return {
+        "folder": str(folder),
+        "files": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+        "writable": os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK),
+    }

@@ -1,0 +1,74 @@
+"""What identifies a compiled kernel. Imports neither torch nor the DSL."""
+
+import ast
+import functools
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import __version__
+
+FAMILIES = {"column_split": ("fla_kda_backend.kernels.column_split", "ColumnSplit")}  # module and class of the kernel
+ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}  # by compute capability
+
+
+class KernelSpec(NamedTuple):
+    """One compiled variant: family names the class that builds it, options are that class's arguments, sorted by name."""
+
+    family: str
+    arch: str
+    options: tuple[tuple[str, object], ...]
+
+    @classmethod
+    def of(cls, family, arch, **options):
+        return cls(family, arch, tuple(sorted(options.items())))
+
+    @property
+    def name(self):
+        return "-".join([self.family, *(f"{key}_{value}" for key, value in self.options), self.arch])
+
+    def __str__(self):
+        return f"{self.family} ({', '.join(f'{key}={value}' for key, value in self.options)}) for {self.arch}"
+
+    @property
+    def key(self):
+        """Hash of everything that changes the generated code: the variant, this package's version, the kernel's sources."""
+        return hashlib.sha256(repr((tuple(self), __version__, source_hash(self.family))).encode()).hexdigest()
+
+    @property
+    def file_name(self):
+        return f"{self.name}-{self.key[:16]}.so"
+
+
+@functools.cache
+def source_hash(family):
+    """Hash of the builder and of the family's module with every module of kernels/ that it imports, directly or not."""
+    root = Path(__file__).resolve().parent.parent.parent
+    module, _ = FAMILIES[family]
+    paths, waiting = {root / "fla_kda_backend/compiling/builder.py"}, [root / f"{module.replace('.', '/')}.py"]
+    while waiting:
+        path = waiting.pop()
+        if path not in paths:
+            paths.add(path)
+            waiting += _imports(path, root)
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _imports(path, root):
+    """Files of this package's kernels that the file at `path` imports."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("fla_kda_backend.kernels"):
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [file for name in names if (file := root / f"{name.replace('.', '/')}.py").is_file()]
+
+
+def specs_for_demo(arch="sm_90a"):
+    """The kernels of the demo's call, in both settings of the arithmetic."""
+    return [
+        KernelSpec.of("column_split", arch, arithmetic="exact", bv=32, warps=4, initial="fp32"),
+        KernelSpec.of("column_split", arch, arithmetic="robust", bv=32, warps=4, initial="fp32"),
+    ]

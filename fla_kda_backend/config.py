@@ -1,0 +1,108 @@
+"""Every environment variable, in one table, read at each call; a bad value is warned of once and the default holds.
+
+FLA_KDA_CUTE itself is read by FLA, by FLA's rules; it is here so that the table is whole.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("fla_kda_backend")
+
+SWITCH = {"1": True, "0": False}
+ON_OFF = {"on": True, "off": False}
+
+_warned = set()
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable. `choices` maps the accepted values to what get() returns; None: any text is accepted."""
+
+    name: str
+    choices: dict[str, Any] | None
+    default: str | None
+    doc: str
+
+    def get(self):
+        """The value in force now: of the environment if set, not empty and accepted, otherwise the default's."""
+        raw = os.environ.get(self.name)
+        if self.choices is None:
+            return raw or self.default
+        if raw and raw in self.choices:
+            return self.choices[raw]
+        if raw:
+            self._warn(raw)
+        return self.choices[self.default]
+
+    @property
+    def values(self):
+        return "text" if self.choices is None else ", ".join(self.choices)
+
+    def _warn(self, raw):
+        if (self.name, raw) not in _warned:
+            _warned.add((self.name, raw))
+            logger.warning("%s=%r is not one of %s; %r holds", self.name, raw, self.values, self.default)
+
+
+class FlaSwitch(Variable):
+    """A variable that FLA reads: any value but 0 is on."""
+
+    def get(self):
+        return os.environ.get(self.name, self.default) != "0"
+
+
+ENABLED = FlaSwitch(
+    "FLA_KDA_CUTE",
+    SWITCH,
+    "1",
+    "0 turns the backend off. FLA reads it at each call; while it is 0, FLA does not ask us and nothing is logged.",
+)
+MODE = Variable(
+    "FLA_KDA_CUTE_MODE",
+    {"auto": "auto", "exact": "exact"},
+    "auto",
+    "auto: the fastest kernel that is right for the call, with the robust inverse. exact: FlashKDA's bits.",
+)
+STRICT = Variable(
+    "FLA_KDA_CUTE_STRICT",
+    SWITCH,
+    "0",
+    "1: a call that the backend declines, or fails on, raises instead of falling back. For benchmarks and CI.",
+)
+LOG = Variable(
+    "FLA_KDA_CUTE_LOG",
+    None,
+    None,
+    "A file: one JSON line is appended for each decision. Read it with fla-kda log FILE.",
+)
+UNTESTED = Variable(
+    "FLA_KDA_CUTE_UNTESTED",
+    SWITCH,
+    "1",
+    "0: decline on GPUs that the kernels are compiled for but were never run on, without checking them first.",
+)
+COST = Variable(
+    "FLA_KDA_CUTE_COST",
+    ON_OFF,
+    "on",
+    "off: run every call that can run here, also where another implementation was measured to be faster.",
+)
+CACHE_DIR = Variable(
+    "FLA_KDA_CUTE_CACHE_DIR",
+    None,
+    None,
+    "Directory of compiled kernels. By default fla_kda_backend in $XDG_CACHE_HOME, or in ~/.cache.",
+)
+
+VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, COST, CACHE_DIR)
+
+
+def cache_dir():
+    """Path of the directory of compiled kernels; it need not exist."""
+    chosen = CACHE_DIR.get()
+    if chosen is not None:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fla_kda_backend"

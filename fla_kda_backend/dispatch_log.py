@@ -1,0 +1,250 @@
+"""Which calls of chunk_kda ran on these kernels, and why others did not.
+
+One record for each call that FLA asked about. They are kept in a ring of the last RING_SIZE, counted by distinct
+decision, handed to the logger `fla_kda_backend` (a distinct decision once at INFO, its repeats at DEBUG), and appended to
+the file that FLA_KDA_CUTE_LOG names. A call replayed from a CUDA graph is not a call and leaves no record.
+
+    with dispatch_log.capture() as seen:
+        model(tokens)
+    assert all(record.outcome == "accepted" for record in seen)
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from . import config
+
+logger = logging.getLogger("fla_kda_backend")
+
+RING_SIZE = 1024
+MAX_DISTINCT = 1024  # decisions counted apart; messages hold values, so their number has no bound of its own
+
+ACCEPTED = "accepted"  # ran on these kernels
+DECLINED = "declined"  # FLA went on to its next backend, or raised its own error
+FAILED = "failed"  # accepted, but raised here; FLA's own implementation ran, or in strict mode nothing
+
+TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")
+Q, CU_SEQLENS = TENSORS.index("q"), TENSORS.index("cu_seqlens")
+PLAIN = frozenset((bool, int, float, str, type(None)))
+ARGUMENTS = (
+    "scale",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "lower_bound",
+    "state_v_first",
+)
+
+
+class Record(NamedTuple):
+    """One decision. Holds no tensor."""
+
+    time: float  # seconds since the epoch
+    outcome: str  # ACCEPTED, DECLINED or FAILED
+    code: str  # of the rule that decided
+    message: str
+    kernel: str | None
+    params: tuple[tuple[str, Any], ...]  # of the kernel: inverse, value columns per CTA, grid
+    num_sequences: int | None
+    device: Any  # of q, a torch.device
+    shapes: tuple  # of TENSORS, None for one not given
+    dtypes: tuple  # of TENSORS
+    arguments: tuple  # the values of ARGUMENTS
+
+    def to_dict(self):
+        """The record as JSON can hold it, tensors and arguments by name, those not given left out."""
+        present = [i for i, shape in enumerate(self.shapes) if shape is not None]
+        return {
+            "time": self.time,
+            "pid": os.getpid(),
+            "outcome": self.outcome,
+            "code": self.code,
+            "message": self.message,
+            "kernel": self.kernel,
+            "params": dict(self.params),
+            "num_sequences": self.num_sequences,
+            "device": None if self.device is None else str(self.device),
+            "shapes": {TENSORS[i]: list(self.shapes[i]) for i in present},
+            "dtypes": {TENSORS[i]: str(self.dtypes[i]).removeprefix("torch.") for i in present},
+            "arguments": dict(zip(ARGUMENTS, self.arguments)),
+        }
+
+
+class Count(NamedTuple):
+    """How often one distinct decision was taken."""
+
+    count: int
+    outcome: str
+    code: str
+    message: str
+    kernel: str | None
+    params: tuple[tuple[str, Any], ...]
+
+
+_lock = threading.Lock()
+_ring: deque[Record] = deque(maxlen=RING_SIZE)
+_counts: dict[tuple, int] = {}
+_captures: tuple[list, ...] = ()
+_file: tuple[str, int] | None = None  # path and descriptor of the file that lines go to
+_unwritable: set[str] = set()
+
+
+def _after_fork():
+    # Another thread of the parent may have held it.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def record(outcome, code, message, call, plan=None):
+    """Take down one decision on a parsed call; plan is the kernel's, where one was chosen. Never raises."""
+    try:
+        entry = _entry(outcome, code, message, call, plan)
+        first = _keep(entry)
+        level = logging.INFO if first else logging.DEBUG
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s", _Line(entry))
+        path = config.LOG.get()
+        if path is not None:
+            _append(path, entry)
+    except Exception as error:
+        logger.debug("a decision could not be logged: %r", error)
+
+
+def records():
+    """The last RING_SIZE records, oldest first."""
+    with _lock:
+        return list(_ring)
+
+
+def summary():
+    """A Count for each distinct decision since the start or the last clear(), most frequent first."""
+    with _lock:
+        counts = list(_counts.items())
+    return sorted((Count(count, *decision) for decision, count in counts), key=lambda row: -row.count)
+
+
+def clear():
+    """Forget records and counts. The file, and captures in progress, keep theirs."""
+    with _lock:
+        _ring.clear()
+        _counts.clear()
+
+
+@contextmanager
+def capture():
+    """Collects the records of all threads while it is open, without bound, into the list that it gives."""
+    global _captures
+    seen = []
+    with _lock:
+        _captures = (*_captures, seen)
+    try:
+        yield seen
+    finally:
+        with _lock:
+            _captures = tuple(other for other in _captures if other is not seen)
+
+
+class _Line:
+    """Formats a record only where a handler asks for the text."""
+
+    def __init__(self, entry):
+        self.entry = entry
+
+    def __str__(self):
+        entry = self.entry
+        params = " ".join(f"{name}={value}" for name, value in entry.params)
+        kernel = f" {entry.kernel} {params}".rstrip() if entry.kernel else ""
+        q = entry.shapes[0]
+        shape = f" q={list(q)}" if q is not None else ""
+        sequences = f" sequences={entry.num_sequences}" if entry.num_sequences is not None else ""
+        return f"chunk_kda {entry.outcome}{kernel} [{entry.code}] {entry.message};{shape}{sequences} on {entry.device}"
+
+
+def _entry(outcome, code, message, call, plan):
+    tensors = (
+        call.q,
+        call.k,
+        call.v,
+        call.g,
+        call.beta,
+        call.initial_state,
+        call.cu_seqlens,
+        call.A_log,
+        call.dt_bias,
+    )
+    arguments = (
+        call.scale,
+        call.output_final_state,
+        call.use_qk_l2norm_in_kernel,
+        call.use_gate_in_kernel,
+        call.use_beta_sigmoid_in_kernel,
+        call.allow_neg_eigval,
+        call.safe_gate,
+        call.lower_bound,
+        call.state_v_first,
+    )
+    shapes = tuple([getattr(x, "shape", None) for x in tensors])
+    if not PLAIN.issuperset(map(type, arguments)):  # a tensor, say, which a record must not keep alive
+        arguments = tuple([x if type(x) in PLAIN else type(x).__name__ for x in arguments])
+    if shapes[CU_SEQLENS]:
+        num_sequences = shapes[CU_SEQLENS][0] - 1
+    else:
+        num_sequences = shapes[Q][0] if shapes[Q] else None
+    return Record(
+        time.time(),
+        outcome,
+        code,
+        message,
+        None if plan is None else plan.kernel,
+        () if plan is None else tuple(plan.params.items()),
+        num_sequences,
+        getattr(call.q, "device", None),
+        shapes,
+        tuple([getattr(x, "dtype", None) for x in tensors]),
+        arguments,
+    )
+
+
+def _keep(entry):
+    decision = entry[1:6]
+    with _lock:
+        _ring.append(entry)
+        for seen in _captures:
+            seen.append(entry)
+        count = _counts.get(decision, 0)
+        if count == 0 and len(_counts) >= MAX_DISTINCT:
+            decision = (entry.outcome, entry.code, "(decisions past the first 1024 kinds)", entry.kernel, ())
+            count = _counts.get(decision, 0)
+        _counts[decision] = count + 1
+    return count == 0
+
+
+def _append(path, entry):
+    global _file
+    line = (json.dumps(entry.to_dict(), default=str) + "\n").encode()
+    with _lock:
+        try:
+            if _file is None or _file[0] != path:
+                if _file is not None:
+                    os.close(_file[1])
+                    _file = None
+                _file = path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.write(
+                _file[1], line
+            )  # one write to a file opened for appending: whole lines, from any number of processes
+        except OSError as error:
+            if path not in _unwritable:
+                _unwritable.add(path)
+                logger.warning("%s=%s cannot be written, decisions go on without it: %s", config.LOG.name, path, error)

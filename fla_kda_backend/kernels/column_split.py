@@ -1,0 +1,30 @@
+"""The two launches of a 16-token call: prepare, then the column-split recurrence, which begins while prepare drains."""
+
+import cutlass.cute as cute
+
+from fla_kda_backend.kernels.prepare_chunk16 import PrepareChunk16
+from fla_kda_backend.kernels.recurrence_split import RecurrenceSplit
+
+
+class ColumnSplit:
+    """Compile-time facts: those of PrepareChunk16 and RecurrenceSplit."""
+
+    arguments = "l" * 14 + "f" * 2 + "i" * 5  # Int64 addresses, Float32, Int32
+
+    def __init__(self, arithmetic="exact", bv=32, warps=4, stages=4, initial=None, final="fp32", cu_dtype=None,
+                 segmented=False):  # fmt: skip
+        self.prepare = PrepareChunk16(arithmetic, cu_dtype)
+        self.recurrence = RecurrenceSplit(arithmetic, bv, warps, stages, initial, final, cu_dtype, segmented)
+
+    def smem_bytes(self):
+        """Dynamic shared memory of each kernel."""
+        return {"PrepareChunk16": self.prepare.smem_bytes, "RecurrenceSplit": self.recurrence.smem_bytes}
+
+    @cute.jit
+    def __call__(self, q, k, v, g, beta, a_log, dt_bias, initial_state, final_state, out, cu_seqlens, workspace, carry_in,
+                 carry_out, scale, gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
+        """Addresses are Int64, scale and gate_scale Float32, counts Int32."""
+        self.prepare(q, k, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
+                     slot_begin, slot_end, stream)  # fmt: skip
+        self.recurrence(v, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs,
+                        heads, slot_begin, slot_end, stream)  # fmt: skip

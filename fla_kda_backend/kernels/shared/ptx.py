@@ -1,0 +1,362 @@
+"""Typed wrappers of the PTX instructions that the kernels use and the DSL does not offer.
+
+Every wrapper is made by `instruction`: the PTX text, one letter per result and per operand (`r` 32-bit integer, `f` fp32,
+`l` 64-bit integer), and whether the instruction may be moved or dropped. Warp-wide (`.aligned`) instructions and all memory
+accesses are marked `volatile`, so that they are not sunk into divergent code or reordered past a barrier.
+"""
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+_DSL_TYPE = {"r": Int32, "f": Float32, "l": Int64}
+
+
+def _mlir_type(letter):
+    return {"r": T.i32, "f": T.f32, "l": T.i64}[letter]()
+
+
+def instruction(text, results, operands, *, volatile, doc):
+    """Make a function that emits `text`; see the module's docstring for the letters."""
+    constraints = ",".join(["=" + letter for letter in results] + list(operands))
+
+    @dsl_user_op
+    def emit(*values, loc=None, ip=None):
+        if len(values) != len(operands):
+            raise TypeError(f"{text!r} takes {len(operands)} operands, got {len(values)}")
+        arguments = [_DSL_TYPE[k](v).ir_value(loc=loc, ip=ip) for k, v in zip(operands, values)]
+        types = [_mlir_type(letter) for letter in results]
+        result_type = None if not types else types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
+        raw = llvm.inline_asm(
+            result_type,
+            arguments,
+            text,
+            constraints,
+            has_side_effects=volatile,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+        if not types:
+            return None
+        if len(types) == 1:
+            return _DSL_TYPE[results](raw)
+        return tuple(
+            _DSL_TYPE[letter](llvm.extractvalue(kind, raw, [i], loc=loc, ip=ip))
+            for i, (letter, kind) in enumerate(zip(results, types))
+        )
+
+    emit.__doc__ = doc
+    return emit
+
+
+# ---- approximations and scalar arithmetic -------------------------------------------------------------------------
+ex2 = instruction(
+    "ex2.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="2**x, ex2.approx.ftz; any x, denormals to 0."
+)
+tanh = instruction("tanh.approx.f32 $0, $1;", "f", "f", volatile=False, doc="tanh(x), tanh.approx; any x.")
+rsqrt = instruction("rsqrt.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="x**-0.5, rsqrt.approx.ftz; x > 0.")
+rcp = instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="1/x, rcp.approx.ftz; x != 0.")
+fma = instruction(
+    "fma.rn.ftz.f32 $0, $1, $2, $3;", "f", "fff", volatile=False, doc="a*b + c with one rounding, fma.rn.ftz."
+)
+mul = instruction(
+    "mul.rn.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="a*b, rounded by itself (never contracted), mul.rn.ftz."
+)
+add = instruction(
+    "add.rn.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="a+b, rounded by itself (never contracted), add.rn.ftz."
+)
+sub = instruction(
+    "sub.rn.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="a-b, rounded by itself (never contracted), sub.rn.ftz."
+)
+less_f32 = instruction(
+    "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.f32 $0, $3, $4, p; }",
+    "f",
+    "rrff",
+    volatile=False,
+    doc="x if i < j else y for integers i, j and fp32 x, y; a select, so the value not taken may be NaN.",
+)
+less_b32 = instruction(
+    "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.b32 $0, $3, $4, p; }",
+    "r",
+    "rrrr",
+    volatile=False,
+    doc="x if i < j else y, all 32-bit integers.",
+)
+
+# ---- packed pairs: the low half is the first element ---------------------------------------------------------------
+_cvt_bf16x2 = instruction("cvt.rn.bf16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
+_cvt_f16x2 = instruction("cvt.rn.f16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
+unpack_bf16x2 = instruction(
+    "{ .reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b; }",
+    "ff",
+    "r",
+    volatile=False,
+    doc="(low, high) of a bf16 pair as fp32; exact.",
+)
+unpack_f16x2 = instruction(
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+    "ff",
+    "r",
+    volatile=False,
+    doc="(low, high) of an fp16 pair as fp32; exact.",
+)
+mul_bf16x2 = instruction("mul.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on bf16 pairs, mul.rn.bf16x2.")
+sub_bf16x2 = instruction("sub.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on bf16 pairs, sub.rn.bf16x2.")
+add_bf16x2 = instruction("add.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on bf16 pairs, add.rn.bf16x2.")
+mul_f16x2 = instruction("mul.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on fp16 pairs, mul.rn.f16x2.")
+add_f16x2 = instruction("add.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on fp16 pairs, add.rn.f16x2.")
+sub_f16x2 = instruction("sub.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on fp16 pairs, sub.rn.f16x2.")
+
+
+def pack_bf16x2(low, high):
+    """Round two fp32 to a bf16 pair, nearest even (cvt.rn.bf16x2.f32)."""
+    return _cvt_bf16x2(high, low)
+
+
+def pack_f16x2(low, high):
+    """Round two fp32 to an fp16 pair, nearest even (cvt.rn.f16x2.f32)."""
+    return _cvt_f16x2(high, low)
+
+
+def split_f16x2(low, high):
+    """Two fp32 as two fp16 pairs, leading and remaining part: x = lead + rest within 2**-22 |x|, fp16 range."""
+    lead = pack_f16x2(low, high)
+    lead_low, lead_high = unpack_f16x2(lead)
+    return lead, pack_f16x2(low - lead_low, high - lead_high)
+
+
+def rest_bf16x2(low, high, lead):
+    """What the bf16 pair `lead` lacks of two fp32, rounded to a bf16 pair."""
+    lead_low, lead_high = unpack_bf16x2(lead)
+    return pack_bf16x2(low - lead_low, high - lead_high)
+
+
+# ---- matrix fragments ------------------------------------------------------------------------------------------------
+_LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+_STMATRIX = "stmatrix.sync.aligned.m8n8.x4{}.shared.b16 [$0], {{$1, $2, $3, $4}};"
+ldmatrix_x4 = instruction(
+    _LDMATRIX.format(""), "rrrr", "r", volatile=True, doc="Four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8."
+)
+ldmatrix_x4_trans = instruction(
+    _LDMATRIX.format(".trans"), "rrrr", "r", volatile=True, doc="ldmatrix_x4 with each tile transposed."
+)
+_stmatrix_x4 = instruction(_STMATRIX.format(""), "", "rrrrr", volatile=True, doc="")
+_stmatrix_x4_trans = instruction(_STMATRIX.format(".trans"), "", "rrrrr", volatile=True, doc="")
+movmatrix = instruction(
+    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", volatile=True, doc="Transpose an 8x8 b16 tile held by a warp."
+)
+
+
+def stmatrix_x4(address, tiles):
+    """Store four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8."""
+    _stmatrix_x4(address, *tiles)
+
+
+def stmatrix_x4_trans(address, tiles):
+    """stmatrix_x4 with each tile transposed."""
+    _stmatrix_x4_trans(address, *tiles)
+
+
+def _mma_f32(kind):
+    return instruction(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "ffff",
+        "rrrrrrffff",
+        volatile=True,
+        doc="",
+    )
+
+
+_mma_bf16, _mma_f16 = _mma_f32("bf16"), _mma_f32("f16")
+_mma_f16_f16 = instruction(
+    "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};",
+    "rr",
+    "rrrrrrrr",
+    volatile=True,
+    doc="",
+)
+
+
+def mma_bf16(a, b, c):
+    """c + a.b, m16n8k16, bf16 operands, fp32 accumulator: a 4 registers, b 2, c 4 fp32; returns 4 fp32."""
+    return _mma_bf16(*a, *b, *c)
+
+
+def mma_f16(a, b, c):
+    """c + a.b, m16n8k16, fp16 operands, fp32 accumulator: a 4 registers, b 2, c 4 fp32; returns 4 fp32."""
+    return _mma_f16(*a, *b, *c)
+
+
+def mma_f16_f16(a, b, c):
+    """c + a.b, m16n8k16, fp16 operands and accumulator: a 4 registers, b 2, c 2; returns 2 registers."""
+    return _mma_f16_f16(*a, *b, *c)
+
+
+# ---- shared and global memory by address -------------------------------------------------------------------------------
+lds_b32 = instruction("ld.shared.b32 $0, [$1];", "r", "r", volatile=True, doc="4 bytes of shared memory.")
+lds_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r", volatile=True, doc="One fp32 of shared memory.")
+lds_v2_b32 = instruction("ld.shared.v2.b32 {$0, $1}, [$2];", "rr", "r", volatile=True, doc="8 aligned bytes.")
+lds_v4_b32 = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", volatile=True, doc="16 aligned bytes.")
+lds_v2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r", volatile=True, doc="Two fp32, 8-byte aligned.")
+lds_v4_f32 = instruction(
+    "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", volatile=True, doc="Four fp32, 16-byte aligned."
+)
+_lds_u16 = "{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }"
+lds_b16 = instruction(_lds_u16, "r", "r", volatile=True, doc="2 bytes of shared memory, zero-extended.")
+sts_b32 = instruction("st.shared.b32 [$0], $1;", "", "rr", volatile=True, doc="Store 4 bytes.")
+sts_b16 = instruction(
+    "{ .reg .b16 h; cvt.u16.u32 h, $1; st.shared.b16 [$0], h; }", "", "rr", volatile=True, doc="Store the low 2 bytes."
+)
+sts_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf", volatile=True, doc="Store one fp32.")
+sts_v2_f32 = instruction("st.shared.v2.f32 [$0], {$1, $2};", "", "rff", volatile=True, doc="Store two fp32.")
+_sts_v4 = instruction("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", volatile=True, doc="")
+
+
+def sts_v4_b32(address, words):
+    """Store 16 aligned bytes."""
+    _sts_v4(address, *words)
+
+
+
+_sts_v4_f32 = instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "", "rffff", volatile=True, doc="")
+
+
+def sts_v4_f32(address, values):
+    """Store four fp32, 16-byte aligned."""
+    _sts_v4_f32(address, *values)
+
+
+ldg_nc_b32 = instruction("ld.global.nc.b32 $0, [$1];", "r", "l", volatile=True, doc="4 bytes of read-only global memory.")
+ldg_nc_f32 = instruction("ld.global.nc.f32 $0, [$1];", "f", "l", volatile=True, doc="One fp32 of read-only global memory.")
+ldg_nc_v4_b32 = instruction(
+    "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", volatile=True, doc="16 bytes of read-only global memory."
+)
+ldg_nc_bf16 = instruction(
+    "{ .reg .b16 h; .reg .b32 w; ld.global.nc.b16 h, [$1]; cvt.u32.u16 w, h; shl.b32 w, w, 16; mov.b32 $0, w; }",
+    "f",
+    "l",
+    volatile=True,
+    doc="One bf16 of read-only global memory, widened to fp32.",
+)
+ldg_b32 = instruction("ld.global.b32 $0, [$1];", "r", "l", volatile=True, doc="4 bytes of global memory.")
+ldg_f32 = instruction("ld.global.f32 $0, [$1];", "f", "l", volatile=True, doc="One fp32 of global memory.")
+ldg_bf16 = instruction(
+    "{ .reg .b16 h; .reg .b32 w; ld.global.b16 h, [$1]; cvt.u32.u16 w, h; shl.b32 w, w, 16; mov.b32 $0, w; }",
+    "f",
+    "l",
+    volatile=True,
+    doc="One bf16 of global memory, widened to fp32.",
+)
+ldg_b64 = instruction("ld.global.b64 $0, [$1];", "l", "l", volatile=True, doc="8 bytes of global memory.")
+stg_b32 = instruction("st.global.b32 [$0], $1;", "", "lr", volatile=True, doc="Store 4 bytes.")
+stg_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", volatile=True, doc="Store one fp32.")
+stg_b16 = instruction(
+    "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", "", "lr", volatile=True, doc="Store the low 2 bytes."
+)
+_stg_v2 = instruction("st.global.v2.b32 [$0], {$1, $2};", "", "lrr", volatile=True, doc="")
+_stg_v4 = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", volatile=True, doc="")
+
+lds_volatile_v4_b32 = instruction(
+    "ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+    "rrrr",
+    "r",
+    volatile=True,
+    doc="16 aligned bytes; ptxas keeps the load where it stands among WGMMAs.",
+)
+ldg_v2_f32 = instruction("ld.global.v2.f32 {$0, $1}, [$2];", "ff", "l", volatile=True, doc="Two fp32, 8-byte aligned.")
+ldg_v4_f32 = instruction(
+    "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", volatile=True, doc="Four fp32, 16-byte aligned."
+)
+stg_v2_f32 = instruction("st.global.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="Store two fp32, 8-byte aligned.")
+stg_v4_f32 = instruction(
+    "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", volatile=True, doc="Store four fp32, 16-byte aligned."
+)
+
+
+def stg_words(address, words):
+    """Store 1, 2 or 4 words with one instruction; the address is aligned to their size."""
+    if len(words) == 1:
+        stg_b32(address, words[0])
+    elif len(words) == 2:
+        _stg_v2(address, *words)
+    else:
+        _stg_v4(address, *words)
+
+
+def lds_words(address, count):
+    """Load 1, 2 or 4 words of shared memory with one instruction; the address is aligned to their size."""
+    if count == 1:
+        return (lds_b32(address),)
+    return lds_v2_b32(address) if count == 2 else lds_v4_b32(address)
+
+
+# ---- asynchronous copies -----------------------------------------------------------------------------------------------
+cp_async_16 = instruction(
+    "cp.async.cg.shared.global [$0], [$1], 16;", "", "rl", volatile=True, doc="Copy 16 bytes global -> shared, asynchronously."
+)
+cp_async_16_or_zero = instruction(
+    "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+    "",
+    "rlr",
+    volatile=True,
+    doc="Copy the first n of 16 bytes and zero the rest; with n = 0 the source is not read.",
+)
+cp_async_commit = instruction("cp.async.commit_group;", "", "", volatile=True, doc="Close a group of cp.async copies.")
+_cp_async_wait = [
+    instruction(f"cp.async.wait_group {n};", "", "", volatile=True, doc=f"Wait until at most {n} groups are open.")
+    for n in range(4)
+]
+
+
+def cp_async_wait(open_groups):
+    """Wait until at most `open_groups` (0 to 3) cp.async groups of this thread are open."""
+    _cp_async_wait[open_groups]()
+
+
+cp_async_mbarrier_arrive = instruction(
+    "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];",
+    "",
+    "r",
+    volatile=True,
+    doc="Arrive on the mbarrier once all earlier cp.async of this thread are done; counts as one expected arrival.",
+)
+bulk_load = instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+    "",
+    "rlrr",
+    volatile=True,
+    doc="Bulk copy of n bytes (a multiple of 16) global -> shared that completes on an mbarrier; one thread issues it.",
+)
+bulk_store = instruction(
+    "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
+    "",
+    "lrr",
+    volatile=True,
+    doc="Bulk copy of n bytes (a multiple of 16) shared -> global; one thread issues it, after a proxy fence and a barrier.",
+)
+bulk_commit = instruction("cp.async.bulk.commit_group;", "", "", volatile=True, doc="Close a group of bulk stores.")
+bulk_wait_read = instruction(
+    "cp.async.bulk.wait_group.read 0;", "", "", volatile=True, doc="Wait until this thread's bulk stores have read their source."
+)
+bulk_wait = instruction(
+    "cp.async.bulk.wait_group 0;", "", "", volatile=True, doc="Wait until this thread's bulk stores are complete."
+)
+fence_proxy_async = instruction(
+    "fence.proxy.async.shared::cta;",
+    "",
+    "",
+    volatile=True,
+    doc="Make this thread's ordinary shared-memory accesses visible to the copy engine and the tensor cores.",
+)
+prefetch_l2 = instruction("prefetch.global.L2 [$0];", "", "l", volatile=True, doc="Bring a line of global memory into the L2.")
+
+# ---- programmatic dependent launch -----------------------------------------------------------------------------------
+dependency_wait = instruction(
+    "griddepcontrol.wait;", "", "", volatile=True, doc="Wait until the preceding grid has finished and flushed its writes."
+)
+dependency_launch = instruction(
+    "griddepcontrol.launch_dependents;", "", "", volatile=True, doc="Let the dependent grid start as soon as SMs are free."
+)

@@ -1,0 +1,60 @@
+"""Where a sequence lies in the token axis and in the workspace, computed on the device from cu_seqlens alone.
+
+A chunk of C = 2**log2_chunk tokens occupies one slot of the workspace. Packed sequences: slot base of sequence s =
+(cu_seqlens[s] >> log2_chunk) + s. Two neighbouring bases are at least ceil(length / C) apart, so the chunks of two
+sequences never share a slot, and no prefix sum over lengths is needed; some slots stay empty. Batches of equal length:
+slot base of sequence s = s * ceil(seq_len / C), and no slot is empty.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from fla_kda_backend.kernels.shared import ptx
+
+CU_DTYPES = (None, "int32", "int64")
+
+
+def _cu(cu_seqlens, index, cu_dtype):
+    if const_expr(cu_dtype == "int64"):
+        return Int32(ptx.ldg_b64(cu_seqlens + Int64(index) * 8))
+    return ptx.ldg_b32(cu_seqlens + Int64(index) * 4)
+
+
+@cute.jit
+def sequence(s, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
+    """First token, length in tokens and slot base of sequence `s`."""
+    if const_expr(cu_dtype is None):
+        chunks = (seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk
+        return s * seq_len, seq_len, s * chunks
+    else:
+        begin = _cu(cu_seqlens, s, cu_dtype)
+        return begin, _cu(cu_seqlens, s + 1, cu_dtype) - begin, (begin >> log2_chunk) + s
+
+
+@cute.jit
+def sequence_of_slot(slot, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
+    """The sequence whose slot base is the last one at or before `slot`; to be called by whole warps.
+
+    Packed sequences are searched 32 ways at a time: every lane reads one entry of cu_seqlens, a ballot says how many
+    bases are at or before the slot. log_32(num_seqs) dependent loads.
+    """
+    if const_expr(cu_dtype is None):
+        chunks = (seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk
+        return slot // chunks
+    else:
+        lane = cute.arch.lane_idx()
+        low = Int32(0)
+        count = num_seqs
+        while count > 1:
+            step = (count + 31) >> 5
+            probe = low + lane * step
+            inside = lane * step < count
+            at = probe if inside else low
+            base = (_cu(cu_seqlens, at, cu_dtype) >> log2_chunk) + at
+            hits = cute.arch.popc(cute.arch.vote_ballot_sync(inside and base <= slot))
+            start = (hits - 1) * step
+            low = low + start
+            rest = count - start
+            count = step if step < rest else rest
+        return low

@@ -1,0 +1,96 @@
+"""KDA token by token in double precision: what every kernel's error is measured against.
+
+    S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T        o_t = scale S_t^T q_t
+
+(Kimi Linear, arXiv 2510.26692), with the gates and flags of `fla.ops.kda.chunk_kda`.
+"""
+
+import torch
+import torch.nn.functional as F
+
+L2_NORM_EPS = 1e-6
+
+
+def forward(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V], HV a multiple of H
+    g,  # [B, T, HV, K]
+    beta,  # [B, T, HV]
+    scale=None,  # K^-0.5 if None
+    initial_state=None,  # [N, HV, K, V], or [N, HV, V, K] with state_v_first
+    output_final_state=True,
+    use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    safe_gate=False,
+    lower_bound=None,
+    disable_recompute=False,
+    state_v_first=False,
+    cu_seqlens=None,  # [N + 1] integers, with B = 1
+    cu_seqlens_cpu=None,
+    A_log=None,  # HV values of any shape
+    dt_bias=None,  # HV * K values of any shape
+    chunk_size=None,
+    transpose_state_layout=False,
+):
+    """The arguments of chunk_kda, of any float dtype and on any device; output_final_state, safe_gate,
+    disable_recompute, cu_seqlens_cpu and chunk_size change nothing here.
+
+    Returns out [B, T, HV, V] and final_state in the layout of initial_state, both fp64. The final state of an empty
+    sequence is its initial state, or zeros.
+    """
+    batch, tokens, heads, dim_k = q.shape
+    value_heads, dim_v = v.shape[2:]
+    v_first = state_v_first or transpose_state_layout
+    scale = dim_k**-0.5 if scale is None else scale
+
+    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS) for x in (q, k))
+    q, k = (x.repeat_interleave(value_heads // heads, dim=2) for x in (q * scale, k))
+    if use_gate_in_kernel:
+        g = log_decay(g, A_log, dt_bias, lower_bound)
+    if use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta) * (2.0 if allow_neg_eigval else 1.0)
+
+    if cu_seqlens is None:
+        lengths, starts = [tokens] * batch, [b * tokens for b in range(batch)]
+    else:
+        starts = cu_seqlens.tolist()
+        lengths = [end - first for first, end in zip(starts[:-1], starts[1:])]
+    # Longest first, so that the sequences still running at any step are a prefix of the state.
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    state = torch.zeros(len(order), value_heads, dim_v, dim_k, dtype=torch.float64, device=q.device)
+    if initial_state is not None:
+        state += (initial_state if v_first else initial_state.mT)[order]
+    q, k, v, decay, beta = (x.flatten(0, 1) for x in (q, k, v, g.exp(), beta[..., None]))
+    out = torch.zeros_like(v)
+    firsts = torch.tensor([starts[n] for n in order], dtype=torch.int64, device=q.device)
+    running = len(order)
+    for t in range(max(lengths, default=0)):
+        while lengths[order[running - 1]] <= t:
+            running -= 1
+        row = firsts[:running] + t
+        s = state[:running]
+        s *= decay[row][:, :, None, :]
+        key = k[row]
+        error = v[row] - (s @ key[..., None])[..., 0]
+        s += (beta[row] * error)[..., None] * key[:, :, None, :]
+        out[row] = (s @ q[row][..., None])[..., 0]
+
+    final_state = torch.empty_like(state)
+    final_state[order] = state
+    return out.reshape(batch, tokens, value_heads, dim_v), final_state if v_first else final_state.mT.contiguous()
+
+
+def log_decay(g, A_log, dt_bias, lower_bound):
+    """The in-kernel gate on raw g [..., HV, K] fp64: lower_bound sigmoid(exp(A_log) (g + dt_bias)) where a bound is
+    given (A_log may then be None, for a factor of 1), else -exp(A_log) softplus(g + dt_bias)."""
+    if dt_bias is not None:
+        g = g + dt_bias.double().reshape(g.shape[-2:])
+    steepness = 1.0 if A_log is None else A_log.double().exp().reshape(-1, 1)
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(steepness * g)
+    return -steepness * F.softplus(g)
