@@ -69,8 +69,9 @@ def status():
     if failure is not None:
         return "failed", f"{type(failure).__name__}: {failure}"
     registration = sys.modules.get(f"{__package__}.registration")
-    if registration is not None:
-        return registration.status()
+    attempted = None if registration is None else registration.status()
+    if attempted is not None:
+        return attempted
     if installed_finder() is not None:
         return "waiting", f"{PACKAGE} is not imported yet"
     return "off", "no import hook: torch is not imported, or TORCH_DEVICE_BACKEND_AUTOLOAD=0"

@@ -1,8 +1,8 @@
 """Which calls of chunk_kda ran on these kernels, and why others did not.
 
 One record for each call that FLA asked about. They are kept in a ring of the last RING_SIZE, counted by distinct
-decision, handed to the logger `fla_kda_backend` (a distinct decision once at INFO, its repeats at DEBUG), and appended to
-the file that FLA_KDA_CUTE_LOG names. A call replayed from a CUDA graph is not a call and leaves no record.
+decision, handed to the logger `fla_kda_backend` (a distinct decision once at INFO, its repeats at DEBUG), and appended
+to the file that FLA_KDA_CUTE_LOG names. A call replayed from a CUDA graph is not a call and leaves no record.
 
     with dispatch_log.capture() as seen:
         model(tokens)

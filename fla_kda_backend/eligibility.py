@@ -1,7 +1,7 @@
 """Which calls of chunk_kda the kernels can run: ordered rules over metadata, without a sync, a copy or a kernel import.
 
 A rule returns None, or a message with the limit and the value; the first message decides. What FLA refuses with an
-error goes ahead, in FLA's order, under the code `fla_refuses`: such a call goes back to FLA, and the user sees its error.
+error goes ahead, in FLA's order, under the code `fla_refuses`: such a call goes back to FLA, and its error is seen.
 """
 
 from collections.abc import Callable

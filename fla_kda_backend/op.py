@@ -25,7 +25,7 @@ def workspace_bytes(tokens, num_sequences, heads, seq_len=None):
 
 
 def run(call, plan):
-    """chunk_kda for an eligibility.Call under a planning.Plan: (out [B, T, H, V] bf16, final_state [N, H, V, K] fp32 or None)."""
+    """Run an eligibility.Call under its Plan: (out [B, T, H, V] bf16, final_state [N, H, V, K] fp32 or None)."""
     v = call.v
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final_state = None
@@ -36,14 +36,16 @@ def run(call, plan):
     return out, final_state
 
 
-def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None):
+def fwd(
+    q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None
+):
     """FlashKDA's call, bit for bit: KDA with l2norm, gate and beta sigmoid in the kernel, written to `out`.
 
     Args:
         q, k, v, g: [B, T, H, 128] bf16 on one CUDA device; g before the gate.
         beta: [B, T, H] bf16, before the sigmoid.
         scale: factor of the scores, a float.
-        out: [B, T, H, 128] bf16, contiguous; overwritten.
+        out: [B, T, H, 128] bf16, contiguous, 16-byte aligned; overwritten, with zeros where no packed sequence lies.
         A_log: [H] fp32.  dt_bias: [H, 128] or [H * 128] fp32.
         lower_bound: in [-5, 0); the log decay a token is lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
         initial_state: [N, H, V, K] fp32 or bf16, or None for zeros; never written.
@@ -60,7 +62,7 @@ def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state
     _launch(plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
 
 
-# ---- checks of fwd ---------------------------------------------------------------------------------------------------------
+# ---- checks of fwd -------------------------------------------------------------------------------------------------
 def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens):
     def require(condition, text):
         if not condition:
@@ -76,7 +78,9 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
     for name in ("k", "v", "g", "out"):
         shape = list(tensors[name].shape)
         require(shape == list(q.shape), f"{name} must have q's shape {list(q.shape)}, got {shape}")
-    require(list(beta.shape) == [batch, length, heads], f"beta must be {[batch, length, heads]}, got {list(beta.shape)}")
+    require(
+        list(beta.shape) == [batch, length, heads], f"beta must be {[batch, length, heads]}, got {list(beta.shape)}"
+    )
     for name in ("q", "k", "v", "g", "beta", "out"):
         require(tensors[name].dtype == torch.bfloat16, f"{name} must be bfloat16, got {tensors[name].dtype}")
     for name, count in (("A_log", heads), ("dt_bias", heads * DIM)):
@@ -90,14 +94,16 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
     require(capability in ARCHS, f"the GPU's compute capability must be one of {sorted(ARCHS)}, got {capability}")
     require(isinstance(scale, (int, float)), f"scale must be a float, got {type(scale).__name__}")
     require(
-        isinstance(lower_bound, (int, float)) and -5 <= lower_bound < 0, f"lower_bound must be in [-5, 0), got {lower_bound}"
+        isinstance(lower_bound, (int, float)) and -5 <= lower_bound < 0,
+        f"lower_bound must be in [-5, 0), got {lower_bound}",
     )
     sequences = batch
     if cu_seqlens is not None:
         require(batch == 1, f"with cu_seqlens the batch must be 1, got {batch}")
         require(cu_seqlens.dtype in CU_NAMES, f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
         require(
-            cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 1, f"cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}"
+            cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2,
+            f"cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}",
         )
         sequences = cu_seqlens.numel() - 1
     for name in ("initial_state", "final_state"):
@@ -108,10 +114,15 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
             require(x.dtype in STATE_NAMES, f"{name} must be float32 or bfloat16, got {x.dtype}")
     for name in ("out", "final_state"):
         x = tensors.get(name)
-        require(x is None or x.is_contiguous(), f"{name} must be contiguous, got strides {x is not None and x.stride()}")
+        require(
+            x is None or x.is_contiguous(), f"{name} must be contiguous, got strides {x is not None and x.stride()}"
+        )
+    require(
+        out.data_ptr() % 16 == 0, f"out must be 16-byte aligned, got an address {out.data_ptr() % 16} bytes past that"
+    )
 
 
-# ---- launch ------------------------------------------------------------------------------------------------------------------
+# ---- launch --------------------------------------------------------------------------------------------------------
 def _aligned(x):
     """x contiguous and 16-byte aligned, as the kernels' vector loads need it; a copy where it is not."""
     x = x.contiguous()
@@ -122,7 +133,9 @@ def _slots_a_segment(slots, heads):
     return max(1, min(slots, WORKSPACE_LIMIT // (heads * record16.RECORD_BYTES)))
 
 
-def _launch(plan: Plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens):
+def _launch(
+    plan: Plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+):
     batch, length, heads, _ = q.shape
     device = q.device
     num_sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -160,10 +173,9 @@ def _launch(plan: Plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_boun
         stream = torch.cuda.current_stream(device).cuda_stream
         for number, begin in enumerate(range(0, slots, segment)):
             end = min(begin + segment, slots)
-            launch(
-                *addresses, carries[number % 2], carries[(number + 1) % 2], float(scale), gate_scale, length, num_sequences,
-                heads, begin, end, stream,
-            )  # fmt: skip
+            carry_in, carry_out = carries[number % 2], carries[(number + 1) % 2]
+            launch(*addresses, carry_in, carry_out, float(scale), gate_scale, length, num_sequences, heads, begin, end,
+                   stream)  # fmt: skip
 
 
 class _Here:

@@ -7,7 +7,7 @@ V_DIM = 128
 
 
 class Plan(NamedTuple):
-    """`kernel` and `options` name the compiled variant, `grid` its recurrence's CTAs; `reason` explains should_run False."""
+    """`kernel` and `options` name the compiled variant, `grid` its recurrence's CTAs; `reason`: why should_run is False."""
 
     kernel: str  # "column_split"
     options: tuple[tuple[str, object], ...]  # compile-time options that depend on shapes and mode
@@ -30,7 +30,11 @@ def column_split(arithmetic, num_sequences, heads, sm_count):
     """The 16-token kernels: fewest value columns a CTA that still fit one CTA on each SM."""
     tasks = num_sequences * heads
     bv = next((bv for bv in BV_CHOICES if tasks * (V_DIM // bv) <= sm_count), BV_CHOICES[-1])
-    return Plan("column_split", (("arithmetic", arithmetic), ("bv", bv), ("warps", warps(arithmetic, bv))), tasks * (V_DIM // bv))
+    return Plan(
+        "column_split",
+        (("arithmetic", arithmetic), ("bv", bv), ("warps", warps(arithmetic, bv))),
+        tasks * (V_DIM // bv),
+    )
 
 
 def warps(arithmetic, bv):

@@ -68,9 +68,11 @@ def dispatch_disabled():
 
 
 def status():
-    """(state, detail) after an attempt: registered, failed or dispatch_disabled."""
+    """(state, detail) after an attempt: registered, failed or dispatch_disabled; None where there was none."""
     if failure is not None:
         return "failed", failure
+    if not _registered:
+        return None
     if dispatch_disabled():
         return "dispatch_disabled", "FLA was imported with FLA_DISABLE_BACKEND_DISPATCH=1: it asks no backend"
     return "registered", f"FLA asks {', '.join(order()) or 'in an order that this FLA does not show'}"

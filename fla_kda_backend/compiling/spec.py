@@ -61,7 +61,11 @@ def _imports(path, root):
     """Files of this package's kernels that the file at `path` imports."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("fla_kda_backend.kernels"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.level == 0
+            and (node.module or "").startswith("fla_kda_backend.kernels")
+        ):
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [file for name in names if (file := root / f"{name.replace('.', '/')}.py").is_file()]
 

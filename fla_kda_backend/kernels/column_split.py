@@ -1,4 +1,9 @@
-"""The two launches of a 16-token call: prepare, then the column-split recurrence, which begins while prepare drains."""
+"""The two launches of a 16-token call: prepare, then the column-split recurrence, which begins while prepare drains.
+
+Only the recurrence is launched with programmatic overlap, and only its loader waits for prepare. That is enough because
+prepare itself starts after everything before it has finished (the last segment's recurrence included), and because every
+CTA of the recurrence has a loader that waits, also where it has no chunk: the recurrence never ends before prepare.
+"""
 
 import cutlass.cute as cute
 
@@ -24,7 +29,7 @@ class ColumnSplit:
     def __call__(self, q, k, v, g, beta, a_log, dt_bias, initial_state, final_state, out, cu_seqlens, workspace, carry_in,
                  carry_out, scale, gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
         """Addresses are Int64, scale and gate_scale Float32, counts Int32."""
-        self.prepare(q, k, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
+        self.prepare(q, k, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
                      slot_begin, slot_end, stream)  # fmt: skip
         self.recurrence(v, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs,
                         heads, slot_begin, slot_end, stream)  # fmt: skip

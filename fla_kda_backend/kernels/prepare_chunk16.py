@@ -65,12 +65,12 @@ class PrepareChunk16:
         self.smem_bytes = self.l_transposed + (1024 if self.robust else 0)
 
     @cute.jit
-    def __call__(self, q, k, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
-                 slot_begin, slot_end, stream):  # fmt: skip
+    def __call__(self, q, k, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
+                 heads, slot_begin, slot_end, stream):  # fmt: skip
         """Launch over slots [slot_begin, slot_end) and all heads; addresses are Int64, counts Int32."""
         self.kernel(
-            q, k, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads, slot_begin,
-            slot_end - slot_begin,
+            q, k, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
+            slot_begin, slot_end - slot_begin,
         ).launch(
             grid=[(slot_end - slot_begin) * heads, 1, 1],
             block=[self.threads, 1, 1],
@@ -88,6 +88,7 @@ class PrepareChunk16:
         beta: Int64,  # [tokens, H] bf16, before the sigmoid
         a_log: Int64,  # [H] fp32
         dt_bias: Int64,  # [H, 128] fp32
+        out: Int64,  # [tokens, H, 128] bf16; rows outside every packed sequence become 0
         cu_seqlens: Int64,  # [num_seqs + 1] int32 or int64
         workspace: Int64,  # [H, slots, RECORD_BYTES]
         scale: Float32,
@@ -106,11 +107,26 @@ class PrepareChunk16:
         begin, length, base = sequences.sequence(s, cu_seqlens, seq_len, LOG2_CHUNK, self.cu_dtype)
         offset = (slot - base) * CHUNK
         smem = SmemAllocator().allocate_array(BFloat16, self.smem_bytes // 2, byte_alignment=128).toint()
-        if offset < length:
+        if offset >= 0 and offset < length:
             record = workspace + (Int64(head) * Int64(slots) + Int64(local_slot)) * RECORD_BYTES
             self.chunk(q, k, g, beta, a_log, dt_bias, record, smem, scale, gate_scale,
                        Int64(begin) + Int64(offset), length - offset, head, heads)  # fmt: skip
+        if const_expr(self.cu_dtype is not None):
+            self.clear_outside(out, cu_seqlens, slot, num_seqs, seq_len, head, heads)
+        # The recurrence may begin to start. It waits for the end of this grid before it reads the workspace; everything
+        # else that it touches is older than this grid, which is launched without such an overlap.
         ptx.dependency_launch()
+
+    @cute.jit
+    def clear_outside(self, out, cu_seqlens, slot, num_seqs, tokens, head, heads):
+        """Zero this slot's share of the output rows that no sequence covers: tokens 16*slot to 16*slot + 15."""
+        thread, _, _ = cute.arch.thread_idx()
+        first, end = sequences.span(num_seqs, cu_seqlens, self.cu_dtype)
+        for i in cutlass.range_constexpr(2):
+            row = slot * CHUNK + thread // 16 + 8 * i
+            if row < tokens and (row < first or row >= end):
+                at = (Int64(row) * Int64(heads) + Int64(head)) * ROW_BYTES + Int64(thread % 16) * 16
+                ptx.stg_words(out + at, [Int32(0)] * 4)
 
     @cute.jit
     def chunk(self, q, k, g, beta, a_log, dt_bias, record, smem, scale, gate_scale, token, rows, head, heads):
@@ -164,7 +180,7 @@ class PrepareChunk16:
             ptx.bulk_commit()
             ptx.bulk_wait_read()
 
-    # ---- loads -----------------------------------------------------------------------------------------------------
+    # ---- loads ----------------------------------------------------------------------------------------------------
     @cute.jit
     def load_rows(self, address, row_stride, rows, thread):
         """Rows thread//16 and + 8, 8 channels each, as 2 x 4 words; rows past the end are 0."""
@@ -201,7 +217,7 @@ class PrepareChunk16:
                 sigmoid[i] = ptx.fma(ptx.tanh(x * Float32(0.5)), Float32(0.5), Float32(0.5))
         return sigmoid
 
-    # ---- element-wise ------------------------------------------------------------------------------------------------
+    # ---- element-wise ---------------------------------------------------------------------------------------------
     @cute.jit
     def normalise(self, words, tile, thread):
         """l2norm of the rows of `words`, written as bf16 to the swizzled tile."""
@@ -286,7 +302,7 @@ class PrepareChunk16:
         """Byte offset in a tile of the channel pair `pair` of token 8*half + i (i < 8, so i is also the row's swizzle)."""
         return (8 * half + i) * ROW_BYTES + ((pair // 4) ^ i) * 16 + (pair % 4) * 4
 
-    # ---- the two 16x16 matrices ---------------------------------------------------------------------------------------
+    # ---- the two 16x16 matrices -----------------------------------------------------------------------------------
     @cute.jit
     def product(self, tile, k_inv, lane):
         """tile . k_inv^T as two m16n8 accumulators (keys 0..7, 8..15), k-blocks in ascending order."""
@@ -365,10 +381,10 @@ class PrepareChunk16:
         for j in cutlass.range_constexpr(CHUNK - 1):
             minus = Float32(0.0) - x[j]
             for group in cutlass.range_constexpr((j + 1) // 4, 4):
-                l = ptx.lds_v4_f32(table + j * 64 + group * 16)
+                row = ptx.lds_v4_f32(table + j * 64 + group * 16)
                 for e in cutlass.range_constexpr(4):
                     if const_expr(4 * group + e > j):
-                        x[4 * group + e] = ptx.fma(l[e], minus, x[4 * group + e])
+                        x[4 * group + e] = ptx.fma(row[e], minus, x[4 * group + e])
         if lane < 16:
             where = smem + INVERSE + (column // 2 % 4) * 16 + (column // 8) * 8 + (column % 2) * 2
             for i in cutlass.range_constexpr(CHUNK):

@@ -1,8 +1,8 @@
 """Prepare kernel for chunks of 64 tokens in WY form: everything of KDA that does not depend on the state.
 
-One CTA of 256 threads per (slot, head); CTAs are independent. The chunk's tokens are four bands of 16. With i, j tokens,
-b a band, G the sum of log2 decays from the chunk's start, l the same from the start of the token's own band and t[b] the
-sum over band b:
+One CTA of 256 threads per (slot, head); CTAs are independent. The chunk's tokens are four bands of 16. With i, j
+tokens, b a band, G the sum of log2 decays from the chunk's start, l the same from the start of the token's own band
+and t[b] the sum over band b:
 
     y        = gate_scale * sigmoid(exp(A_log) * (g + dt_bias))      special-function unit; 0 past the end; fp16, scaled
     l        = running sum of y in a band                            tensor cores: a triangle of ones; fp32
@@ -20,20 +20,21 @@ sum over band b:
     U        = bf16(Tb V),  -W = bf16(Tb K_start)                    tensor cores, as U^T = V^T Tb^T
     d        = 2^G_63                                                fp32
 
-Every factor that joins two bands is at most 1 whatever the gate: the diagonal blocks use 2^l and 2^-l (16 tokens: at most
-2^115.4 with lower_bound >= -5), blocks of neighbouring bands k_next, blocks further apart k_next times the decay of the
-bands between. So nothing overflows, an underflow is a true one, and no later token reaches an earlier output. Rows past
-the sequence's end are zeros with y = beta = 0: they vanish from every product and d is the decay of the real rows.
+Every factor that joins two bands is at most 1 whatever the gate: the diagonal blocks use 2^l and 2^-l (16 tokens: at
+most 2^115.4 with lower_bound >= -5), blocks of neighbouring bands k_next, blocks further apart k_next times the decay
+of the bands between. So nothing overflows, an underflow is a true one, and no later token reaches an earlier output.
+Rows past the sequence's end are zeros with y = beta = 0: they vanish from every product and d is the decay of the
+real rows.
 
-Warps: band w = warp % 4, channel half h = warp // 4. A warp holds its 16 rows x 64 channels in m16n8k16 A-fragment order
-from the loads to the products, so that no barrier stands between loads and arithmetic. A and M are sums over both halves:
-the two warps of a band swap partial sums; half 0 finishes A, half 1 finishes M and inverts. For U and W a warp computes 16
-of the 128 channels.
+Warps: band w = warp % 4, channel half h = warp // 4. A warp holds its 16 rows x 64 channels in m16n8k16 A-fragment
+order from the loads to the products, so that no barrier stands between loads and arithmetic. A and M are sums over
+both halves: the two warps of a band swap partial sums; half 0 finishes A, half 1 finishes M and inverts. For U and W
+a warp computes 16 of the 128 channels.
 
 The workspace holds one record of RECORD_BYTES per (head, slot):
 
-    -W, Q, K_end   64 rows of 128 channels, as two tiles [64 rows][64 channels] with 128-byte swizzle: 16-byte piece p of
-                   row r lies at piece p ^ (r & 7). A: one such tile, [64 rows i][64 columns j]
+    -W, Q, K_end   64 rows of 128 channels, as two tiles [64 rows][64 channels] with 128-byte swizzle: 16-byte piece p
+                   of row r lies at piece p ^ (r & 7). A: one such tile, [64 rows i][64 columns j]
     U              per value half: accumulators of U^T [64 channels x 64 tokens], [16-token block][128 threads][8 bf16]
     d              fp32, channel 16a + 8b + 2c + e at 16a + 4c + 2b + e
 """
@@ -62,6 +63,7 @@ TO_END = TABLES + 4096  # 2^(G_63 - G at the band's end)
 BAND = TABLES + 6144  # 2^t[b]
 MIDDLE = TABLES + 8192  # 2^(t[1] + t[2]), [128]
 SQUARES = TABLES + 8704  # sums of squares of q, k: [2][64 rows][2 halves]
+BIAS, RATE = TO_END, MIDDLE  # before the tables: dt_bias per warp [8][64], A_log per warp
 M_BLOCKS = TABLES  # after the images: blocks of M below the diagonal, B fragments in fp16, lead 512 B | rest 512 B
 K_NEXT = TABLES + 10240  # k_next as B fragments, [4 bands][8 steps][32 lanes][16 B]
 TB_LEAD, TB_REST = K_NEXT, K_NEXT + 8192  # after A and M: Tb^T, swizzled tiles [64 j][64 i]
@@ -77,9 +79,9 @@ def _zeros():
     return [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
 
 
-def _pack_block(c, s0, s1):
-    """Accumulators of a 16x16 block, rows g scaled by s0 and g + 8 by s1, as four 8x8 bf16 tiles (A-fragment order)."""
-    return [ptx.pack_bf16x2(c[n][2 * r] * s, c[n][2 * r + 1] * s) for n in range(2) for r, s in ((0, s0), (1, s1))]
+def _pack_block(c):
+    """Accumulators of a 16x16 block as four 8x8 bf16 tiles (A-fragment order)."""
+    return [ptx.pack_bf16x2(c[n][2 * r], c[n][2 * r + 1]) for n in range(2) for r in range(2)]
 
 
 def _split_block(c):
@@ -99,8 +101,8 @@ def _product_split(a, b, c):
 
 
 class PrepareWY64:
-    """Compile-time facts: the dtype of cu_seqlens (None: equal lengths), fp16 terms of the gate, order of the CTAs, and how
-    many CTAs ahead to bring rows into the L2 (0: none; equal lengths only)."""
+    """Compile-time facts: the dtype of cu_seqlens (None: equal lengths), fp16 terms of the gate, order of the CTAs, and
+    how many CTAs ahead to bring rows into the L2 (0: none; equal lengths only)."""
 
     threads = 256
     smem_bytes = SMEM_BYTES
@@ -112,12 +114,12 @@ class PrepareWY64:
         self.lookahead, self.ctas_per_sm = lookahead if cu_dtype is None else 0, ctas_per_sm
 
     @cute.jit
-    def __call__(self, q, k, v, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
-                 slot_begin, slot_end, stream):  # fmt: skip
+    def __call__(self, q, k, v, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
+                 heads, slot_begin, slot_end, stream):  # fmt: skip
         """Launch over slots [slot_begin, slot_end) and all heads; addresses are Int64, counts Int32."""
         self.kernel(
-            q, k, v, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads, slot_begin,
-            slot_end - slot_begin,
+            q, k, v, g, beta, a_log, dt_bias, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
+            slot_begin, slot_end - slot_begin,
         ).launch(
             grid=[(slot_end - slot_begin) * heads, 1, 1],
             block=[self.threads, 1, 1],
@@ -206,20 +208,21 @@ class PrepareWY64:
         stride = Int64(heads) * ROW_BYTES
         first = (token * Int64(heads) + Int64(head)) * ROW_BYTES
         self.load_rows(g + first, smem + G_TILE, stride, rows_band, band, half, lane)
+        bias_at, rate_at = smem + BIAS + warp * 256, smem + RATE + warp * 4
+        self.load_gate(a_log, dt_bias, bias_at, rate_at, head, half, lane)
         ptx.cp_async_commit()
+        beta_at = beta + (token * Int64(heads) + Int64(head)) * 2
+        beta_rows = [self.load_beta(beta_at, heads, rows, 16 * band + r) for r in (group, group + 8, lane & 15)]
         self.load_rows(q + first, smem + Q_TILE, stride, rows_band, band, half, lane)
         self.load_rows(k + first, smem + K_TILE, stride, rows_band, band, half, lane)
         ptx.cp_async_commit()
         self.load_rows(v + first, smem + V_TILE, stride, rows_band, band, half, lane)
         ptx.cp_async_commit()
-        rate = ptx.ex2(ptx.ldg_nc_f32(a_log + Int64(head) * 4) * Float32(LOG2E)) * Float32(-LOG2E)
-        bias_at = dt_bias + Int64(head * 512 + half * 256 + group * 4)
-        bias = [ptx.ldg_nc_f32(bias_at + 32 * n) * rate for n in range(8)]
-        beta_at = beta + (token * Int64(heads) + Int64(head)) * 2
-        beta_rows = [self.load_beta(beta_at, heads, rows, 16 * band + r) for r in (group, group + 8, lane & 15)]
 
         ptx.cp_async_wait(2)
         cute.arch.sync_warp()
+        rate = ptx.ex2(ptx.lds_f32(rate_at) * Float32(LOG2E)) * Float32(-LOG2E)
+        bias = [ptx.lds_f32(bias_at + (8 * n + group) * 4) * rate for n in range(8)]
         l = self.decay_sums(smem + G_TILE, at, bias, rate, gate_scale, rows_band, group, quad)  # noqa: E741
         if lane >= 28:  # these hold row 15
             for n in cutlass.range_constexpr(8):
@@ -253,12 +256,19 @@ class PrepareWY64:
             self.invert(smem, beta_rows, band, lane, row8 + 8 * upper, swizzled)
         ptx.cp_async_wait(0)
         cute.arch.sync_threads()
-        self.apply_inverse(smem, record, band, half, lane, row8, upper, swizzled)
+        tb = self.inverse_fragments(smem, row8 + 8 * upper, swizzled)
+        columns = half * 8192 + (row8 + 8 * (lane >> 4)) * 128 + (((2 * band + upper) ^ row8) << 4)
+        for i, words in enumerate(self.product(tb, smem + G_TILE + columns)):
+            ptx.stmatrix_x4_trans(smem + G_TILE + columns + i * 2048, words)
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
         if thread == 0:
             ptx.bulk_store(record + W_AT, smem + G_TILE, Int32(16384))
             ptx.bulk_commit()
+        u_at = record + Int64(U_AT + half * 8192 + (band * 32 + lane) * 16)
+        for i, words in enumerate(self.product(tb, smem + V_TILE + columns)):
+            ptx.stg_words(u_at + Int64(i * 2048), words)
+        if thread == 0:
             ptx.bulk_wait_read()
 
     # ---- loads -----------------------------------------------------------------------------------------------------
@@ -269,7 +279,18 @@ class PrepareWY64:
         target = tile + half * 8192 + (16 * band + row) * 128
         for i in range(4):
             size = ptx.less_b32(row + 4 * i, rows_band, 16, 0)
-            ptx.cp_async_16_or_zero(target + i * 512 + ((piece ^ row ^ (4 * (i & 1))) << 4), source + stride * (4 * i), size)
+            swizzled = (piece ^ row ^ (4 * (i & 1))) << 4
+            ptx.cp_async_16_or_zero(target + i * 512 + swizzled, source + stride * (4 * i), size)
+
+    @cute.jit
+    def load_gate(self, a_log, dt_bias, bias, rate, head, half, lane):
+        """dt_bias of the warp's channels and A_log, through shared memory: loads into registers would be scheduled
+        behind the wait for g."""
+        source = dt_bias + Int64(head * 512 + half * 256 + lane * 4)
+        for i in cutlass.range_constexpr(2):
+            ptx.cp_async_4(bias + lane * 4 + i * 128, source + Int64(i * 128))
+        if lane == 0:
+            ptx.cp_async_4(rate, a_log + Int64(head) * 4)
 
     def load_beta(self, address, heads, rows, row):
         """sigmoid(beta) of a row of the chunk, 0 past the end (where the last row is read instead)."""
@@ -278,7 +299,7 @@ class PrepareWY64:
 
     # ---- gate and norms --------------------------------------------------------------------------------------------
     def decay_sums(self, tile, at, bias, rate, gate_scale, rows_band, group, quad):
-        """l of the warp's rows as accumulators [8 n-tiles of 8 channels][4]. Rows past the end have weight 0 in the sum."""
+        """l of the warp's rows as accumulators [8 tiles of 8 channels][4]. Rows past the end weigh 0 in the sum."""
         column = 2 * quad
 
         def ones(limit):  # a pair of columns of the triangle
@@ -313,7 +334,7 @@ class PrepareWY64:
 
     @cute.jit
     def squares(self, smem, tile: cutlass.Constexpr, at, band, half, group, quad, table: cutlass.Constexpr):
-        """Sums of squares of the warp's rows over its 64 channels: the diagonal of x x^T, where a row is its own column."""
+        """Sums of squares of the warp's rows over its 64 channels: the diagonal of x x^T."""
         c0 = c1 = [Float32(0.0)] * 4
         for kk in cutlass.range_constexpr(4):
             x = ptx.ldmatrix_x4(smem + tile + at[kk])
@@ -354,7 +375,7 @@ class PrepareWY64:
 
     # ---- images and operands -----------------------------------------------------------------------------------------
     def images(self, smem, at, l, q_norms, k_norms, table_at, next_at, scale):  # noqa: E741
-        """Write Q, K_start, K_end over the inputs and k_next; return q_band, k_band and the diagonal blocks of A and M."""
+        """Write Q, K_start, K_end and k_next; return q_band, k_band and the diagonal blocks of A and M."""
         a, m = _zeros(), _zeros()
         q_band, k_band = [], []
         for kk in range(4):
@@ -393,7 +414,7 @@ class PrepareWY64:
         return q_band, k_band, a, m
 
     def accumulate(self, q_rows, k_rows, columns, a, m):
-        """One k-step of a 16x16 block of A and of M; `columns` are A-fragment words, which are B words in another order."""
+        """One k-step of a 16x16 block of A and of M. `columns` are A-fragment words: B words in another order."""
         operands = [(columns[n], columns[n + 2]) for n in range(2)]
         a = [ptx.mma_bf16(q_rows, operands[n], a[n]) for n in range(2)]
         return a, [ptx.mma_bf16(k_rows, operands[n], m[n]) for n in range(2)]
@@ -401,7 +422,7 @@ class PrepareWY64:
     # ---- A and M -----------------------------------------------------------------------------------------------------
     @cute.jit
     def scores(self, smem, q_band, k_band, a, m, beta_rows, scale, band, half, lane):
-        """The blocks of the warp's rows: the diagonal one from its partial sums a, m, then those of the bands before."""
+        """The blocks of the warp's rows: the diagonal one, of partial sums a, m, then those of the bands before."""
         self.finish(smem, a, m, beta_rows, scale, band, half, lane, band, True)
         next_at = smem + K_NEXT + half * 2048 + lane * 16
         if band > 0:
@@ -449,10 +470,10 @@ class PrepareWY64:
         self.band_barrier(band)
         partner = [ptx.lds_v4_f32(swap + half * 1024 + 512 * n) for n in range(2)]
         if half == 0:
-            block = [[x + y for x, y in zip(a[n], partner[n])] for n in range(2)]
+            block = [[(x + y) * scale for x, y in zip(a[n], partner[n])] for n in range(2)]
             if const_expr(diagonal):
                 block = self.masked(block, group, quad, 1)
-            ptx.stmatrix_x4(self.a_block(smem, band, other, lane), _pack_block(block, scale, scale))
+            ptx.stmatrix_x4(self.a_block(smem, band, other, lane), _pack_block(block))
         else:
             block = [[(x + y) * beta_rows[e >> 1] for e, (x, y) in enumerate(zip(m[n], partner[n]))] for n in range(2)]
             if const_expr(diagonal):
@@ -531,7 +552,7 @@ class PrepareWY64:
             if i < BANDS - 1:
                 t[i] = _split_block(block)
             scaled = [[x * beta_rows[e >> 1] for e, x in enumerate(part)] for part in block]
-            lead = _pack_block(scaled, Float32(1.0), Float32(1.0))
+            lead = _pack_block(scaled)
             rest = [
                 ptx.rest_bf16x2(scaled[r >> 1][2 * (r & 1)], scaled[r >> 1][2 * (r & 1) + 1], lead[r]) for r in range(4)
             ]
@@ -540,25 +561,23 @@ class PrepareWY64:
             ptx.stmatrix_x4(target + TB_REST, rest)
 
     # ---- U and W -----------------------------------------------------------------------------------------------------
-    def apply_inverse(self, smem, record, band, half, lane, row8, upper, swizzled):
-        """U^T = V^T Tb^T to global memory and -W^T = K_start^T Tb^T over K_start: 16 channels a warp, all tokens."""
-        tb_at = smem + (row8 + 8 * upper) * 128
-        tb = {
-            (j, i): [ptx.ldmatrix_x4_trans(tb_at + part + j * 2048 + (swizzled ^ (i << 5))) for part in (TB_LEAD, TB_REST)]
+    def inverse_fragments(self, smem, row, swizzled):
+        """B fragments of the blocks of Tb^T, keyed (token block summed over, token block of the result): lead, rest."""
+        at = smem + row * 128
+        return {
+            (j, i): [ptx.ldmatrix_x4_trans(at + part + j * 2048 + (swizzled ^ (i << 5))) for part in (TB_LEAD, TB_REST)]
             for i in range(BANDS)
             for j in range(i + 1)
         }
-        columns = half * 8192 + (row8 + 8 * (lane >> 4)) * 128 + (((2 * band + upper) ^ row8) << 4)
-        u_at = record + Int64(U_AT + half * 8192 + (band * 32 + lane) * 16)
-        for tile in (G_TILE, V_TILE):
-            x = [ptx.ldmatrix_x4_trans(smem + tile + columns + j * 2048) for j in range(BANDS)]
-            for i in range(BANDS):
-                acc = _zeros()
-                for j in range(i + 1):
-                    for part in tb[j, i]:
-                        acc = [ptx.mma_bf16(x[j], part[2 * n : 2 * n + 2], acc[n]) for n in range(2)]
-                words = _pack_block(acc, Float32(1.0), Float32(1.0))
-                if tile == V_TILE:
-                    ptx.stg_words(u_at + i * 2048, words)
-                else:
-                    ptx.stmatrix_x4_trans(smem + tile + columns + i * 2048, words)
+
+    def product(self, tb, columns):
+        """x^T Tb^T for 16 channels of a tile x: accumulators of the four 16-token blocks as bf16 words."""
+        x = [ptx.ldmatrix_x4_trans(columns + j * 2048) for j in range(BANDS)]
+        blocks = []
+        for i in range(BANDS):
+            acc = _zeros()
+            for j in range(i + 1):
+                for part in tb[j, i]:
+                    acc = [ptx.mma_bf16(x[j], part[2 * n : 2 * n + 2], acc[n]) for n in range(2)]
+            blocks.append(_pack_block(acc))
+        return blocks

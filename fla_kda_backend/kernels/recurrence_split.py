@@ -150,29 +150,29 @@ class RecurrenceSplit:
                 state = cute.make_rmem_tensor((self.tiles, 8, 2), Int32)
                 state.fill(0)
             carried_in, carried_out = base < slot_begin, last > slot_end
-            begins_here, ends_here = base >= slot_begin, base < slot_end
+            begins_here, begun = base >= slot_begin, base < slot_end
             if const_expr(self.segmented):
                 if carried_in and last > slot_begin:
                     self.load_state(state, carry_in + carry * 4, "fp32")
             if const_expr(self.initial is not None):
-                if begins_here:
+                if begins_here and begun:
                     self.load_state(state, initial_state + element * self.bytes(self.initial), self.initial)
             out_columns = out + first + Int64((own - column) * 2)
             self.recur(full, empty, ring, state, out_columns, row_stride, rows, high - low, warp)
             if const_expr(self.segmented):
-                if carried_out and ends_here:
+                if carried_out and begun:
                     self.store_state(state, carry_out + carry * 4, "fp32")
             if const_expr(self.final is not None):
-                if (not carried_out) and ends_here and (begins_here or last > slot_begin):
+                if (not carried_out) and begun and (begins_here or last > slot_begin):
                     self.store_state(state, final_state + element * self.bytes(self.final), self.final)
 
-    # ---- the loader warp ------------------------------------------------------------------------------------------------
+    # ---- the loader warp ------------------------------------------------------------------------------------------
     @cute.jit
     def load(self, full, empty, ring, record, v, row_stride, rows, chunks):
         lane = cute.arch.lane_idx()
         pieces = const_expr(self.bv // 8)  # of 16 bytes in a row of v
         stage, phase = Int32(0), Int32(1)
-        ptx.dependency_wait()
+        ptx.dependency_wait()  # in every CTA, before the first read of what prepare writes: see column_split.py
         for _ in cutlass.range(chunks, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             at = ring + stage * self.stage_bytes
@@ -194,8 +194,9 @@ class RecurrenceSplit:
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+        ptx.cp_async_wait_all()  # no lane leaves with copies of its own in flight
 
-    # ---- the compute warps ----------------------------------------------------------------------------------------------
+    # ---- the compute warps ----------------------------------------------------------------------------------------
     @cute.jit
     def recur(self, full, empty, ring, state, out, row_stride, rows, chunks, warp):
         lane = cute.arch.lane_idx()
@@ -265,7 +266,7 @@ class RecurrenceSplit:
                 stage = Int32(0)
                 phase = phase ^ 1
 
-    # ---- the state: element e of (tile, block) is key 16*block + g + 8*(e // 2), MMA column 2*t + e % 2 -----------------
+    # ---- the state: element e of (tile, block) is key 16*block + g + 8*(e // 2), MMA column 2*t + e % 2 -----------
     def state_word(self, state, j, block, r):
         """Elements 2r and 2r + 1 as a bf16 pair."""
         if self.robust:
@@ -286,7 +287,7 @@ class RecurrenceSplit:
                     ptx.fma(factors[r], low, c[2 * r]), ptx.fma(factors[r], high, c[2 * r + 1])
                 )
 
-    # ---- the state in memory: V-first, so the keys of a column are contiguous ---------------------------------------------
+    # ---- the state in memory: V-first, so the keys of a column are contiguous -------------------------------------
     def bytes(self, kind):
         return 4 if kind == "fp32" else 2
 

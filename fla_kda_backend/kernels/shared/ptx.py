@@ -51,7 +51,7 @@ def instruction(text, results, operands, *, volatile, doc):
     return emit
 
 
-# ---- approximations and scalar arithmetic -------------------------------------------------------------------------
+# ---- approximations and scalar arithmetic ------------------------------------------------------------------------
 ex2 = instruction(
     "ex2.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="2**x, ex2.approx.ftz; any x, denormals to 0."
 )
@@ -62,13 +62,25 @@ fma = instruction(
     "fma.rn.ftz.f32 $0, $1, $2, $3;", "f", "fff", volatile=False, doc="a*b + c with one rounding, fma.rn.ftz."
 )
 mul = instruction(
-    "mul.rn.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="a*b, rounded by itself (never contracted), mul.rn.ftz."
+    "mul.rn.ftz.f32 $0, $1, $2;",
+    "f",
+    "ff",
+    volatile=False,
+    doc="a*b, rounded by itself (never contracted), mul.rn.ftz.",
 )
 add = instruction(
-    "add.rn.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="a+b, rounded by itself (never contracted), add.rn.ftz."
+    "add.rn.ftz.f32 $0, $1, $2;",
+    "f",
+    "ff",
+    volatile=False,
+    doc="a+b, rounded by itself (never contracted), add.rn.ftz.",
 )
 sub = instruction(
-    "sub.rn.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="a-b, rounded by itself (never contracted), sub.rn.ftz."
+    "sub.rn.ftz.f32 $0, $1, $2;",
+    "f",
+    "ff",
+    volatile=False,
+    doc="a-b, rounded by itself (never contracted), sub.rn.ftz.",
 )
 less_f32 = instruction(
     "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.f32 $0, $3, $4, p; }",
@@ -85,7 +97,7 @@ less_b32 = instruction(
     doc="x if i < j else y, all 32-bit integers.",
 )
 
-# ---- packed pairs: the low half is the first element ---------------------------------------------------------------
+# ---- packed pairs: the low half is the first element --------------------------------------------------------------
 _cvt_bf16x2 = instruction("cvt.rn.bf16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
 _cvt_f16x2 = instruction("cvt.rn.f16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
 unpack_bf16x2 = instruction(
@@ -102,9 +114,15 @@ unpack_f16x2 = instruction(
     volatile=False,
     doc="(low, high) of an fp16 pair as fp32; exact.",
 )
-mul_bf16x2 = instruction("mul.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on bf16 pairs, mul.rn.bf16x2.")
-sub_bf16x2 = instruction("sub.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on bf16 pairs, sub.rn.bf16x2.")
-add_bf16x2 = instruction("add.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on bf16 pairs, add.rn.bf16x2.")
+mul_bf16x2 = instruction(
+    "mul.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on bf16 pairs, mul.rn.bf16x2."
+)
+sub_bf16x2 = instruction(
+    "sub.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on bf16 pairs, sub.rn.bf16x2."
+)
+add_bf16x2 = instruction(
+    "add.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on bf16 pairs, add.rn.bf16x2."
+)
 mul_f16x2 = instruction("mul.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on fp16 pairs, mul.rn.f16x2.")
 add_f16x2 = instruction("add.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on fp16 pairs, add.rn.f16x2.")
 sub_f16x2 = instruction("sub.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on fp16 pairs, sub.rn.f16x2.")
@@ -133,11 +151,15 @@ def rest_bf16x2(low, high, lead):
     return pack_bf16x2(low - lead_low, high - lead_high)
 
 
-# ---- matrix fragments ------------------------------------------------------------------------------------------------
+# ---- matrix fragments --------------------------------------------------------------------------------------------
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
 _STMATRIX = "stmatrix.sync.aligned.m8n8.x4{}.shared.b16 [$0], {{$1, $2, $3, $4}};"
 ldmatrix_x4 = instruction(
-    _LDMATRIX.format(""), "rrrr", "r", volatile=True, doc="Four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8."
+    _LDMATRIX.format(""),
+    "rrrr",
+    "r",
+    volatile=True,
+    doc="Four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8.",
 )
 ldmatrix_x4_trans = instruction(
     _LDMATRIX.format(".trans"), "rrrr", "r", volatile=True, doc="ldmatrix_x4 with each tile transposed."
@@ -145,7 +167,11 @@ ldmatrix_x4_trans = instruction(
 _stmatrix_x4 = instruction(_STMATRIX.format(""), "", "rrrrr", volatile=True, doc="")
 _stmatrix_x4_trans = instruction(_STMATRIX.format(".trans"), "", "rrrrr", volatile=True, doc="")
 movmatrix = instruction(
-    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", volatile=True, doc="Transpose an 8x8 b16 tile held by a warp."
+    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+    "r",
+    "r",
+    volatile=True,
+    doc="Transpose an 8x8 b16 tile held by a warp.",
 )
 
 
@@ -195,11 +221,13 @@ def mma_f16_f16(a, b, c):
     return _mma_f16_f16(*a, *b, *c)
 
 
-# ---- shared and global memory by address -------------------------------------------------------------------------------
+# ---- shared and global memory by address -------------------------------------------------------------------------
 lds_b32 = instruction("ld.shared.b32 $0, [$1];", "r", "r", volatile=True, doc="4 bytes of shared memory.")
 lds_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r", volatile=True, doc="One fp32 of shared memory.")
 lds_v2_b32 = instruction("ld.shared.v2.b32 {$0, $1}, [$2];", "rr", "r", volatile=True, doc="8 aligned bytes.")
-lds_v4_b32 = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", volatile=True, doc="16 aligned bytes.")
+lds_v4_b32 = instruction(
+    "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", volatile=True, doc="16 aligned bytes."
+)
 lds_v2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r", volatile=True, doc="Two fp32, 8-byte aligned.")
 lds_v4_f32 = instruction(
     "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", volatile=True, doc="Four fp32, 16-byte aligned."
@@ -220,7 +248,6 @@ def sts_v4_b32(address, words):
     _sts_v4(address, *words)
 
 
-
 _sts_v4_f32 = instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "", "rffff", volatile=True, doc="")
 
 
@@ -229,10 +256,18 @@ def sts_v4_f32(address, values):
     _sts_v4_f32(address, *values)
 
 
-ldg_nc_b32 = instruction("ld.global.nc.b32 $0, [$1];", "r", "l", volatile=True, doc="4 bytes of read-only global memory.")
-ldg_nc_f32 = instruction("ld.global.nc.f32 $0, [$1];", "f", "l", volatile=True, doc="One fp32 of read-only global memory.")
+ldg_nc_b32 = instruction(
+    "ld.global.nc.b32 $0, [$1];", "r", "l", volatile=True, doc="4 bytes of read-only global memory."
+)
+ldg_nc_f32 = instruction(
+    "ld.global.nc.f32 $0, [$1];", "f", "l", volatile=True, doc="One fp32 of read-only global memory."
+)
 ldg_nc_v4_b32 = instruction(
-    "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", volatile=True, doc="16 bytes of read-only global memory."
+    "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];",
+    "rrrr",
+    "l",
+    volatile=True,
+    doc="16 bytes of read-only global memory.",
 )
 ldg_nc_bf16 = instruction(
     "{ .reg .b16 h; .reg .b32 w; ld.global.nc.b16 h, [$1]; cvt.u32.u16 w, h; shl.b32 w, w, 16; mov.b32 $0, w; }",
@@ -270,7 +305,9 @@ ldg_v2_f32 = instruction("ld.global.v2.f32 {$0, $1}, [$2];", "ff", "l", volatile
 ldg_v4_f32 = instruction(
     "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", volatile=True, doc="Four fp32, 16-byte aligned."
 )
-stg_v2_f32 = instruction("st.global.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="Store two fp32, 8-byte aligned.")
+stg_v2_f32 = instruction(
+    "st.global.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="Store two fp32, 8-byte aligned."
+)
 stg_v4_f32 = instruction(
     "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", volatile=True, doc="Store four fp32, 16-byte aligned."
 )
@@ -293,9 +330,13 @@ def lds_words(address, count):
     return lds_v2_b32(address) if count == 2 else lds_v4_b32(address)
 
 
-# ---- asynchronous copies -----------------------------------------------------------------------------------------------
+# ---- asynchronous copies -----------------------------------------------------------------------------------------
 cp_async_16 = instruction(
-    "cp.async.cg.shared.global [$0], [$1], 16;", "", "rl", volatile=True, doc="Copy 16 bytes global -> shared, asynchronously."
+    "cp.async.cg.shared.global [$0], [$1], 16;",
+    "",
+    "rl",
+    volatile=True,
+    doc="Copy 16 bytes global -> shared, asynchronously.",
 )
 cp_async_16_or_zero = instruction(
     "cp.async.cg.shared.global [$0], [$1], 16, $2;",
@@ -303,6 +344,13 @@ cp_async_16_or_zero = instruction(
     "rlr",
     volatile=True,
     doc="Copy the first n of 16 bytes and zero the rest; with n = 0 the source is not read.",
+)
+cp_async_4 = instruction(
+    "cp.async.ca.shared.global [$0], [$1], 4;",
+    "",
+    "rl",
+    volatile=True,
+    doc="Copy 4 bytes global -> shared, asynchronously.",
 )
 cp_async_commit = instruction("cp.async.commit_group;", "", "", volatile=True, doc="Close a group of cp.async copies.")
 _cp_async_wait = [
@@ -316,6 +364,9 @@ def cp_async_wait(open_groups):
     _cp_async_wait[open_groups]()
 
 
+cp_async_wait_all = instruction(
+    "cp.async.wait_all;", "", "", volatile=True, doc="Wait for all cp.async of this thread, committed or not."
+)
 cp_async_mbarrier_arrive = instruction(
     "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];",
     "",
@@ -339,7 +390,11 @@ bulk_store = instruction(
 )
 bulk_commit = instruction("cp.async.bulk.commit_group;", "", "", volatile=True, doc="Close a group of bulk stores.")
 bulk_wait_read = instruction(
-    "cp.async.bulk.wait_group.read 0;", "", "", volatile=True, doc="Wait until this thread's bulk stores have read their source."
+    "cp.async.bulk.wait_group.read 0;",
+    "",
+    "",
+    volatile=True,
+    doc="Wait until this thread's bulk stores have read their source.",
 )
 bulk_wait = instruction(
     "cp.async.bulk.wait_group 0;", "", "", volatile=True, doc="Wait until this thread's bulk stores are complete."
@@ -351,12 +406,52 @@ fence_proxy_async = instruction(
     volatile=True,
     doc="Make this thread's ordinary shared-memory accesses visible to the copy engine and the tensor cores.",
 )
-prefetch_l2 = instruction("prefetch.global.L2 [$0];", "", "l", volatile=True, doc="Bring a line of global memory into the L2.")
+prefetch_l2 = instruction(
+    "prefetch.global.L2 [$0];", "", "l", volatile=True, doc="Bring a line of global memory into the L2."
+)
 
-# ---- programmatic dependent launch -----------------------------------------------------------------------------------
+# ---- programmatic dependent launch --------------------------------------------------------------------------------
 dependency_wait = instruction(
-    "griddepcontrol.wait;", "", "", volatile=True, doc="Wait until the preceding grid has finished and flushed its writes."
+    "griddepcontrol.wait;",
+    "",
+    "",
+    volatile=True,
+    doc="Wait until the preceding grid has finished and flushed its writes.",
 )
 dependency_launch = instruction(
-    "griddepcontrol.launch_dependents;", "", "", volatile=True, doc="Let the dependent grid start as soon as SMs are free."
+    "griddepcontrol.launch_dependents;",
+    "",
+    "",
+    volatile=True,
+    doc="Let the dependent grid start as soon as SMs are free.",
+)
+
+
+# ---- scheduling --------------------------------------------------------------------------------------------------
+@dsl_user_op
+def pin(values, *, loc=None, ip=None):
+    """Return register values (all Float32 or all Int32) unchanged, through an empty instruction that LLVM does not move:
+    what computes them stays before it."""
+    letter = "f" if isinstance(values[0], Float32) else "r"
+    kind, count = _mlir_type(letter), len(values)
+    raw = llvm.inline_asm(
+        llvm.StructType.get_literal([kind] * count),
+        [v.ir_value(loc=loc, ip=ip) for v in values],
+        "// pin",
+        ",".join([f"={letter}"] * count + [str(i) for i in range(count)]),
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return tuple(_DSL_TYPE[letter](llvm.extractvalue(kind, raw, [i], loc=loc, ip=ip)) for i in range(count))
+
+
+thread_index = instruction(
+    "mov.u32 $0, %tid.x;",
+    "r",
+    "",
+    volatile=True,
+    doc="threadIdx.x, read anew: what depends on it is not kept in registers.",
 )

@@ -21,20 +21,28 @@ def _cu(cu_seqlens, index, cu_dtype):
     return ptx.ldg_b32(cu_seqlens + Int64(index) * 4)
 
 
+def _inside(token, tokens):
+    return cutlass.max(cutlass.min(token, tokens), Int32(0))
+
+
 @cute.jit
 def sequence(s, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
-    """First token, length in tokens and slot base of sequence `s`."""
+    """First token, length in tokens and slot base of sequence `s`.
+
+    Packed: `seq_len` is the number of tokens in the tensors, and no entry of cu_seqlens reaches beyond them.
+    """
     if const_expr(cu_dtype is None):
         chunks = (seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk
         return s * seq_len, seq_len, s * chunks
     else:
-        begin = _cu(cu_seqlens, s, cu_dtype)
-        return begin, _cu(cu_seqlens, s + 1, cu_dtype) - begin, (begin >> log2_chunk) + s
+        begin = _inside(_cu(cu_seqlens, s, cu_dtype), seq_len)
+        end = _inside(_cu(cu_seqlens, s + 1, cu_dtype), seq_len)
+        return begin, end - begin, (begin >> log2_chunk) + s
 
 
 @cute.jit
 def sequence_of_slot(slot, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
-    """The sequence whose slot base is the last one at or before `slot`; to be called by whole warps.
+    """The sequence whose slot base is the last one at or before `slot`, or the first; to be called by whole warps.
 
     Packed sequences are searched 32 ways at a time: every lane reads one entry of cu_seqlens, a ballot says how many
     bases are at or before the slot. log_32(num_seqs) dependent loads.
@@ -44,7 +52,7 @@ def sequence_of_slot(slot, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Co
         return slot // chunks
     else:
         lane = cute.arch.lane_idx()
-        low = Int32(0)
+        low = Int32(0)  # invariant: the answer is in [low, low + count), or all bases lie after the slot
         count = num_seqs
         while count > 1:
             step = (count + 31) >> 5
@@ -53,8 +61,14 @@ def sequence_of_slot(slot, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Co
             at = probe if inside else low
             base = (_cu(cu_seqlens, at, cu_dtype) >> log2_chunk) + at
             hits = cute.arch.popc(cute.arch.vote_ballot_sync(inside and base <= slot))
-            start = (hits - 1) * step
+            start = cutlass.max(hits - 1, Int32(0)) * step
             low = low + start
             rest = count - start
             count = step if step < rest else rest
         return low
+
+
+@cute.jit
+def span(num_seqs, cu_seqlens, cu_dtype: cutlass.Constexpr):
+    """First token of the first packed sequence and end of the last: rows outside belong to no sequence."""
+    return _cu(cu_seqlens, Int32(0), cu_dtype), _cu(cu_seqlens, num_seqs, cu_dtype)

@@ -1,0 +1,121 @@
+"""The calls that are measured: shapes by name, three kinds of gate, seeded inputs. Shared with the tests."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+DIM = 128
+LOWER_BOUND = -5.0
+GATES = ("strong", "weak", "mixed")
+STRONG, WEAK = -2.5, -0.001  # log decay a token
+MIXED = (-0.001, -3.0)  # log-uniform between them, one rate for each channel
+JITTER = 0.1  # a token's log decay lies this fraction around its channel's
+L2_BYTES = 50 << 20  # of an H200
+IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One or more sequences; `packed` ones stand behind each other in one row, with cu_seqlens."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int
+    packed: bool
+    flashkda_us: float  # FlashKDA's CUDA-graph median on an H200, for comparison
+
+    @property
+    def tokens(self):
+        return sum(self.lengths)
+
+    @property
+    def sequences(self):
+        return len(self.lengths)
+
+    @property
+    def floor_bytes(self):
+        """Each input read once, each output written once: q, k, v, g, out, beta and the fp32 final state."""
+        return self.heads * (self.tokens * (5 * 2 * DIM + 2) + self.sequences * 4 * DIM * DIM)
+
+
+RAGGED = (1300, 547, 2048, 963, 271, 3063)
+CASES = {
+    case.name: case
+    for case in (
+        Case("fixed-T8192-H6", (8192,), 6, False, 857),
+        Case("fixed-T8192-H12", (8192,), 12, False, 902),
+        Case("fixed-T8192-H24", (8192,), 24, False, 982),
+        Case("fixed-T8192-H48", (8192,), 48, False, 1139),
+        Case("fixed-T8192-H96", (8192,), 96, False, 1446),
+        Case("fixed-T65536-H6", (65536,), 6, False, 6656),
+        Case("varlen6-H12", RAGGED, 12, True, 399),
+        Case("8x1024-H12", (1024,) * 8, 12, True, 206),
+        Case("128x64-H12", (64,) * 128, 12, True, 237),
+    )
+}
+
+
+def inputs(case, gate="mixed", seed=0, device="cuda", initial_state=False):
+    """Keyword arguments of chunk_kda, as FLA's KDA layer passes them; B = 1 where the case is packed or one sequence.
+
+    initial_state: give a normal [N, H, V, K] fp32 one. On the meta device everything has a shape and no values.
+    """
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
+    batch, tokens = (1, case.tokens) if case.packed else (case.sequences, case.lengths[0])
+    heads = case.heads
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+    A_log = 0.2 * normal(heads, dtype=torch.float32)
+    dt_bias = 0.2 * normal(heads * DIM, dtype=torch.float32)
+    wanted = log_decay(gate, (batch, tokens, heads, DIM), device, generator)
+    logit = torch.logit(wanted.div_(LOWER_BOUND))
+    g = logit.div_(A_log.exp()[:, None]).sub_(dt_bias.view(heads, DIM)).bfloat16()
+    call = {
+        **{name: normal(batch, tokens, heads, DIM) for name in "qkv"},
+        "g": g,
+        "beta": normal(batch, tokens, heads),
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "lower_bound": LOWER_BOUND,
+        **dict.fromkeys((*IN_KERNEL, "safe_gate", "state_v_first", "output_final_state"), True),
+    }
+    if initial_state:
+        call["initial_state"] = normal(case.sequences, heads, DIM, DIM, dtype=torch.float32)
+    if case.packed:
+        ends = torch.tensor([0, *case.lengths]).cumsum(0)
+        call["cu_seqlens"] = torch.empty_like(ends, device="meta") if device == "meta" else ends.to(device)
+    return call
+
+
+def input_sets(case, gate, device="cuda"):
+    """Calls with fresh inputs, at least 2, and so many that a round over them evicts its own start from L2."""
+    sets = [inputs(case, gate, seed, device) for seed in range(max(2, math.ceil(4 * L2_BYTES / case.floor_bytes)))]
+    for other in sets[1:]:
+        if case.packed:  # the layers of a model share one cu_seqlens, and FLA keeps what it derives from it
+            other["cu_seqlens"] = sets[0]["cu_seqlens"]
+    return sets
+
+
+def log_decay(gate, shape, device, generator=None):
+    """Log decay a token [B, T, H, K] fp32."""
+    if gate == "mixed":
+        low, high = math.log(-MIXED[0] / (1 - JITTER)), math.log(-MIXED[1] / (1 + JITTER))
+        rate = torch.rand(shape[-2:], device=device, generator=generator)
+        channels = -torch.exp(low + rate * (high - low))
+    else:
+        channels = torch.full(shape[-2:], {"strong": STRONG, "weak": WEAK}[gate], device=device)
+    spread = torch.rand(shape, device=device, generator=generator)
+    return spread.mul_(2 * JITTER).add_(1 - JITTER).mul_(channels)
+
+
+def few_heads(call, heads):
+    """The call with some heads only; no head depends on another."""
+    few = {name: call[name][:, :, heads] for name in ("q", "k", "v", "g", "beta")}
+    few["A_log"] = call["A_log"][heads]
+    few["dt_bias"] = call["dt_bias"].view(-1, DIM)[heads].flatten()
+    if "initial_state" in call:
+        few["initial_state"] = call["initial_state"][:, heads]
+    return {**call, **few}

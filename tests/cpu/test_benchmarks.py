@@ -1,0 +1,249 @@
+"""The benchmarks' cases, lists of kernels, checks and tables; nothing here times anything or needs a GPU."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from benchmarks import bench, cases, checks, experiments, export, profile, report, results, specs
+from benchmarks.implementations import IMPLEMENTATIONS, Implementation
+from fla_kda_backend import dispatch_log, eligibility, planning
+from fla_kda_backend.call import parse
+from fla_kda_backend.reference import gold
+
+PREPARE = "kernel_cutlass_kernel_fla_kda_backendkernelsprepare_chunk16PrepareChunk16_object_at__0"
+RECURRENCE = "kernel_cutlass_kernel_fla_kda_backendkernelsrecurrence_splitRecurrenceSplit_object_at__1"
+TRITON = "chunk_kda_fwd_kernel_inter_solve_fused"
+SMALL = cases.Case("small", (40, 24), 2, True, 100)
+RUN = dict.fromkeys(("gpu", "driver", "torch", "triton", "fla", "dsl", "version"), "x")
+
+
+def wanted_decay(call):
+    return gold.log_decay(call["g"].double(), call["A_log"], call["dt_bias"], call["lower_bound"])
+
+
+# ---- cases ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("gate", "middle"), [("strong", cases.STRONG), ("weak", cases.WEAK)])
+def test_even_gates_decay_as_they_say(gate, middle):
+    decay = wanted_decay(cases.inputs(SMALL, gate, device="cpu")) / middle
+    assert decay.mean() == pytest.approx(1, abs=0.02)
+    # bf16 g is coarse where the sigmoid is small
+    assert 1 - cases.JITTER - 0.04 < decay.min() and decay.max() < 1 + cases.JITTER + 0.04
+
+
+def test_mixed_gate_is_log_uniform_over_channels():
+    rates = -wanted_decay(cases.inputs(SMALL, "mixed", device="cpu")).mean((0, 1)).flatten()
+    assert 0.001 < rates.min() < 0.0015 and 2 < rates.max() < 3
+    quartiles = torch.quantile(rates.log(), torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+    expected = [math.log(0.001) + share * math.log(3000) for share in (0.25, 0.5, 0.75)]
+    assert quartiles.tolist() == pytest.approx(expected, abs=0.8)
+
+
+def test_inputs_are_seeded_and_sets_differ():
+    first, again = (cases.inputs(SMALL, device="cpu", initial_state=True) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first if isinstance(first[name], torch.Tensor))
+    assert first["initial_state"].shape == (2, 2, 128, 128) and first["cu_seqlens"].tolist() == [0, 40, 64]
+    small = dataclasses.replace(SMALL, lengths=(12000, 12000))
+    one, *others = cases.input_sets(small, "mixed", device="meta")
+    assert len(others) == 3 and all(other["cu_seqlens"] is one["cu_seqlens"] for other in others)
+    assert not torch.equal(first["q"], cases.inputs(SMALL, seed=1, device="cpu")["q"])
+
+
+def test_few_heads_are_those_heads():
+    call = cases.inputs(SMALL, device="cpu", initial_state=True)
+    whole, few = gold.forward(**call), gold.forward(**cases.few_heads(call, [1]))
+    torch.testing.assert_close(few[0], whole[0][:, :, [1]])
+    torch.testing.assert_close(few[1], whole[1][:, [1]])
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_rules_accept_every_case(name):
+    case = cases.CASES[name]
+    call = parse((), cases.inputs(case, device="meta"))
+    assert eligibility.check(call, specs.H200).accepted
+    assert (call.num_sequences, call.heads, call.tokens) == (case.sequences, case.heads, case.tokens)
+    assert case.tokens in (8192, 65536)
+
+
+# ---- compiled kernels -------------------------------------------------------------------------------------------------
+def test_every_benchmark_lists_kernels_that_exist():
+    for needed in (bench.needed_specs(), experiments.needed_specs()):
+        assert needed and len(set(needed)) == len(needed)
+        assert all(spec.arch == "sm_90a" for spec in needed)
+    assert set(export.needed_specs()) == {*bench.needed_specs(), *experiments.needed_specs()}
+
+
+def test_listed_kernels_are_valid():
+    pytest.importorskip("cutlass")
+    from importlib import import_module
+
+    from fla_kda_backend.compiling.spec import FAMILIES
+
+    for spec in export.needed_specs():
+        module, name = FAMILIES[spec.family]
+        kernel = getattr(import_module(module), name)(**dict(spec.options))
+        assert all(size + 1024 <= 228 << 10 for size in kernel.smem_bytes().values()), spec
+
+
+def test_a_listed_kernel_is_the_plans():
+    call = cases.inputs(cases.CASES["varlen6-H12"], device="meta")
+    (spec,) = specs.of_mode(call, "exact")
+    plan = planning.plan(parse((), call), specs.H200._replace(mode="exact"))
+    assert spec.family == plan.kernel and set(plan.options) <= set(spec.options)
+    assert ("cu_dtype", "int64") in spec.options and ("final", "fp32") in spec.options
+
+
+def test_experiments_cover_what_was_published():
+    shapes = {(e.bv, e.warps) for e in experiments.EXPERIMENTS}
+    assert shapes == {(bv, warps) for bv in (32, 64, 128) for warps in (4, 8, 16) if bv // warps >= 8}
+    assert {e.stages for e in experiments.EXPERIMENTS} == set(range(3, 9))
+    assert {e.ctas_of_sm * e.warps for e in experiments.EXPERIMENTS if e.bv < 128} == {4, 8, 12, 16}
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------------
+def record(outcome="accepted", code="ok", kernel="column_split"):
+    nothing = (None,) * len(dispatch_log.TENSORS)
+    params = (("bv", 32), ("grid", 24))
+    return dispatch_log.Record(0.0, outcome, code, "because", kernel, params, 1, None, nothing, nothing, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "kernels", "wrong"),
+    [
+        ("exact", record(), [PREPARE, RECURRENCE], None),
+        ("exact", record(), [PREPARE], "RecurrenceSplit did not run"),
+        ("exact", record(), [PREPARE, RECURRENCE, TRITON], "others ran too"),
+        ("exact", None, [TRITON], "FLA did not ask"),
+        ("exact", record("failed", "exception"), [TRITON], "failed: exception"),
+        ("exact", record("declined", "cost"), [TRITON], "declined: cost"),
+        ("auto", record("declined", "cost"), [TRITON], None),
+        ("auto", record("declined", "cost"), [PREPARE, RECURRENCE], "2 kernels of ours ran"),
+        ("auto", record("declined", "lower_bound"), [TRITON], "declined: lower_bound"),
+        ("triton", None, [TRITON, "chunk_gla_fwd_kernel_o"], None),
+        ("triton", None, [PREPARE, RECURRENCE], "2 kernels of ours ran"),
+        ("triton", None, ["flash_kda::prepare"], "Triton kernels did not run"),
+        ("triton", None, [], "no kernel"),
+    ],
+)
+def test_which_kernels_ran_is_checked(name, seen, kernels, wrong):
+    found = checks.wrong_kernels(IMPLEMENTATIONS[name], seen, kernels)
+    assert wrong in " ".join(found) if wrong else found == []
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """check_all with the kernels that the profiler would see, and exact's bits, given by hand."""
+    monkeypatch.setattr(checks, "launched", lambda run, repeats=1: {TRITON: 1.0})
+    call = cases.inputs(SMALL, device="cpu")
+    truth = gold.forward(**call)
+
+    def failures(result, name="triton"):
+        implementation = Implementation(name, {}, call=lambda **inputs: result())
+        return " ".join(checks.check_all([implementation], call)[name].failures)
+
+    return failures, truth
+
+
+def test_a_right_result_passes_and_wrong_ones_fail(without_gpu):
+    failures, (out, state) = without_gpu
+    assert failures(lambda: (out.bfloat16(), state.float())) == ""
+    assert "error" in failures(lambda: (out.bfloat16(), 1.05 * state))
+    assert "error" in failures(lambda: (out.roll(1, 1), state))
+
+    def partly_written():
+        fresh = torch.empty_like(out)
+        fresh[:, :30] = out[:, :30]
+        return fresh, state
+
+    assert "nothing wrote" in failures(partly_written)
+
+    def broken():
+        raise RuntimeError("launch failed")
+
+    assert "launch failed" in failures(broken)
+    assert "not the bits" in failures(lambda: (out.bfloat16(), state.float()), "exact")
+
+
+def test_heads_that_are_not_checked_must_agree():
+    first = checks.Checked(torch.randn(1, 8, 4, 128), torch.randn(1, 4, 128, 128))
+    second = checks.Checked(first.out.clone(), first.final_state.clone())
+    checks.compare_heads({"triton": first, "auto": second})
+    assert second.failures == []
+    second.out[:, :, 1] = first.out[:, :, 2]
+    checks.compare_heads({"triton": first, "auto": second})
+    assert len(second.failures) == 1 and "out" in second.failures[0] and not first.failures
+
+
+def test_implementations_choose_by_the_environment(monkeypatch):
+    import os
+
+    monkeypatch.setenv("FLA_KDA_CUTE", "keep")
+    monkeypatch.delenv("FLA_KDA_CUTE_MODE", raising=False)
+    with IMPLEMENTATIONS["exact"].selected():
+        assert (os.environ["FLA_KDA_CUTE"], os.environ["FLA_KDA_CUTE_MODE"]) == ("1", "exact")
+    assert os.environ["FLA_KDA_CUTE"] == "keep" and "FLA_KDA_CUTE_MODE" not in os.environ
+    assert "FLA does not call it" in dataclasses.replace(IMPLEMENTATIONS["cudnn"], package=None).missing()
+    assert "not installed" in Implementation("absent", {}, package="no_such_package").missing()
+
+
+# ---- results ----------------------------------------------------------------------------------------------------------
+def sample(date="2026-01-02T00:00:00+00:00"):
+    rows = []
+    for name, graph, eager in (("triton", 340.0, 1000.0), ("exact", 260.0, None), ("auto", None, 250.0)):
+        checked = checks.Checked(kernel="some", err_out=4e-3, err_state=3e-3)
+        times = bench.timing.Times(graph, graph, graph, eager, 50.0)
+        row = bench.row(cases.CASES["fixed-T8192-H6"], "mixed", name, checked, times)
+        rows.append({"date": date, **RUN, "command": "python -m benchmarks.bench", **row})
+    return rows
+
+
+def test_rows_have_the_columns_in_order(tmp_path):
+    wanted = (
+        "date, gpu, driver, torch, triton, fla, dsl, version, command, case, tokens, sequences, heads, gate, impl, kernel,"
+        " graph_us, graph_p20, graph_p80, eager_us, host_us, err_out, err_state"
+    )
+    assert results.COLUMNS == wanted.split(", ")
+    assert all(list(row) == results.COLUMNS for row in sample())
+    path = tmp_path / "new" / "h200.csv"
+    results.append(path, sample())
+    results.append(path, sample("2026-01-03T00:00:00+00:00"))
+    rows = results.read(path)
+    assert len(rows) == 6 and path.read_text().splitlines()[0] == ",".join(results.COLUMNS)
+    assert {row["date"] for row in results.newest(rows)} == {"2026-01-03T00:00:00+00:00"}
+    path.write_text("case,us\n")
+    with pytest.raises(ValueError, match="must have the columns"):
+        results.read(path)
+
+
+def test_report_and_summary_give_ratios(tmp_path, capsys):
+    path = tmp_path / "h200.csv"
+    results.append(path, sample())
+    report.main([str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
+    assert cells == [
+        *("fixed-T8192-H6", "mixed", "340 / 1000 / 50", "260 / - / 50", "- / 250 / 50"),
+        *("1.31 / -", "- / 4.00", "3.30"),
+    ]
+    assert lines[-3].count("|") == lines[-2].count("|") == lines[-1].count("|")
+    exact = next(line for line in bench.summary(sample()) if " exact " in line)
+    assert "1.31" in exact and "3.30" in exact
+
+
+def test_command_repeats_the_run():
+    chosen = bench.parse(["--cases", "varlen6-H12", "--gates", "all", "--out", "elsewhere.csv"])
+    again = bench.parse(bench.command(chosen).split()[3:])
+    assert (again.cases, again.impls, again.gates) == (chosen.cases, chosen.impls, chosen.gates)
+    assert bench.command(bench.parse([])).endswith("--cases all --impls triton,exact,auto --gates mixed")
+    with pytest.raises(SystemExit):
+        bench.parse(["--impls", "unknown"])
+
+
+def test_profile_counts_bytes():
+    case = cases.CASES["fixed-T8192-H6"]
+    assert case.floor_bytes == 6 * (8192 * (5 * 256 + 2) + 4 * 128 * 128)
+    ours = sum(profile.traffic(case, name) for name in ("PrepareChunk16", "RecurrenceSplit"))
+    assert ours == case.floor_bytes + 2 * 6 * 512 * 13888
+    lines = profile.breakdown(case, {PREPARE: 25.0, RECURRENCE: 235.0, "memset": 1.0}, 4.3e6)
+    assert lines[2].startswith("PrepareChunk16") and lines[3].startswith("RecurrenceSplit") and "261.0 us" in lines[5]

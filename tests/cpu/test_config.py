@@ -1,0 +1,74 @@
+"""The table of environment variables."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from fla_kda_backend import config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(config, "_warned", set())
+
+
+@pytest.mark.parametrize(
+    ("variable", "default", "values"),
+    [
+        (config.ENABLED, True, {"0": False, "1": True, "yes": True, "": True}),
+        (config.MODE, "auto", {"auto": "auto", "exact": "exact", "": "auto"}),
+        (config.STRICT, False, {"0": False, "1": True, "": False}),
+        (config.LOG, None, {"a.jsonl": "a.jsonl", "": None}),
+        (config.UNTESTED, True, {"0": False, "1": True, "": True}),
+        (config.COST, True, {"on": True, "off": False, "": True}),
+        (config.CACHE_DIR, None, {"/tmp/x": "/tmp/x", "": None}),
+    ],
+    ids=lambda value: value.name if isinstance(value, config.Variable) else "",
+)
+def test_values_are_read_at_each_call(monkeypatch, caplog, variable, default, values):
+    monkeypatch.delenv(variable.name, raising=False)
+    assert variable.get() == default
+    for raw, value in values.items():
+        monkeypatch.setenv(variable.name, raw)
+        assert variable.get() == value, raw
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("variable", [config.MODE, config.STRICT, config.UNTESTED, config.COST], ids=lambda v: v.name)
+def test_bad_value_is_warned_of_once_and_the_default_holds(monkeypatch, caplog, variable):
+    default = variable.choices[variable.default]
+    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
+        monkeypatch.setenv(variable.name, "2")
+        assert [variable.get(), variable.get()] == [default, default]
+        monkeypatch.setenv(variable.name, "fast")
+        assert variable.get() == default
+    assert len(caplog.records) == 2
+    assert f"{variable.name}='2' is not one of {variable.values}" in caplog.records[0].getMessage()
+
+
+def test_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", str(tmp_path))
+    assert config.cache_dir() == tmp_path
+    monkeypatch.delenv("FLA_KDA_CUTE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert config.cache_dir() == tmp_path / "fla_kda_backend"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config.cache_dir() == tmp_path / ".cache" / "fla_kda_backend"
+
+
+def test_readme_has_the_same_table():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    documented = [(name, values, default, doc) for name, values, default, doc in rows]
+    assert documented == [(v.name, v.values, v.default or "not set", v.doc) for v in config.VARIABLES]
+
+
+def test_no_other_variable_of_ours_is_read():
+    names = set()
+    for path in (ROOT / "fla_kda_backend").rglob("*.py"):
+        names |= set(re.findall(r"FLA_KDA_CUTE\w*", path.read_text()))
+    assert names == {variable.name for variable in config.VARIABLES}

@@ -1,0 +1,372 @@
+"""FLA's own dispatch with the backend behind it, on CPU tensors: who runs a call, by whose result comes back.
+
+The facts say that the tensors are on an H200, op.run is replaced, and so is, behind FLA's own checks of the arguments,
+what FLA would launch.
+"""
+
+import contextlib
+import gc
+import logging
+import sys
+import threading
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+from calls import H200, prefill, tensor
+
+from fla_kda_backend import dispatch_log, facts, planning
+
+OURS, FLAS, FLASHKDAS = "ours", "FLA's Triton", "FlashKDA's"
+
+
+@pytest.fixture(scope="module")
+def kda():
+    """FLA's KDA modules. (FLA warns at import that there is no GPU.)"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import fla.ops.kda.backends.flash_kda as flash_kda
+        import fla.ops.kda.chunk as chunk
+    return types.SimpleNamespace(chunk=chunk, flash_kda=flash_kda)
+
+
+@pytest.fixture
+def op(monkeypatch):
+    """A stand-in for op.py; `calls` are those it ran, `run` can be replaced."""
+    module = types.ModuleType("fla_kda_backend.op")
+    module.calls = []
+    module.run = lambda call, plan: module.calls.append((call, plan)) or (OURS, None)
+    monkeypatch.setitem(sys.modules, "fla_kda_backend.op", module)
+    return module
+
+
+@pytest.fixture
+def world(monkeypatch, kda, op):
+    """.call(**changes) is chunk_kda of an eligible prefill; .facts are what the rules are told."""
+    from fla_kda_backend import backend, selfcheck
+
+    world = types.SimpleNamespace(facts=H200, op=op, backend=backend, selfcheck=selfcheck)
+    monkeypatch.setattr(facts, "gather", lambda call: world.facts)
+    monkeypatch.setattr(kda.chunk.ChunkKDAFunction, "apply", lambda *args: (FLAS, None))
+    monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.setattr(selfcheck, "_decisions", {})
+    world.arguments = lambda **changes: prefill(device="cpu", **changes)
+    world.call = lambda **changes: kda.chunk.chunk_kda(**world.arguments(**changes))
+    with dispatch_log.capture() as world.seen, torch.no_grad():
+        yield world
+
+
+def outcomes(world):
+    return [(record.outcome, record.code) for record in world.seen]
+
+
+def test_accepted_call_runs_here(world):
+    arguments = world.arguments()
+    assert world.call() == (OURS, None)
+    ((call, plan),) = world.op.calls
+    assert [getattr(call, name).shape for name in "qkvg"] == [arguments[name].shape for name in "qkvg"]
+    assert plan == planning.plan(call, H200)
+    assert outcomes(world) == [("accepted", "accepted")]
+    (record,) = world.seen
+    assert (record.kernel, record.num_sequences) == (plan.kernel, 2)
+
+
+def test_declined_call_runs_on_fla(world):
+    assert world.call(state_v_first=False) == (FLAS, None)
+    assert outcomes(world) == [("declined", "state_v_first")]
+    assert not world.op.calls
+
+
+def test_switched_off_it_is_not_asked(world, monkeypatch):
+    monkeypatch.setenv("FLA_KDA_CUTE", "0")
+    assert world.call() == (FLAS, None)
+    assert world.seen == []
+    monkeypatch.setenv("FLA_KDA_CUTE", "yes")
+    assert world.call() == (OURS, None)
+
+
+def test_flashkda_comes_after_us(world, monkeypatch, kda):
+    monkeypatch.setattr(kda.flash_kda.FlashKDABackend, "is_available", classmethod(lambda cls: True))
+    monkeypatch.setattr(kda.flash_kda.FlashKDABackend, "chunk_kda", lambda self, *args, **kwargs: (FLASHKDAS, None))
+    assert world.call() == (OURS, None)
+    world.facts = H200._replace(capability=(8, 0))
+    assert world.call() == (FLASHKDAS, None)
+    assert outcomes(world) == [("accepted", "accepted"), ("declined", "capability")]
+
+
+def test_positional_arguments(world, kda):
+    arguments = world.arguments()
+    required = [arguments.pop(name) for name in ("q", "k", "v", "g", "beta")]
+    assert kda.chunk.chunk_kda(*required, 0.25, **arguments) == (OURS, None)
+    assert world.op.calls[0][0].scale == 0.25
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_training_is_left_to_fla(world, grad):
+    world.facts = H200._replace(grad_enabled=grad)
+    with torch.set_grad_enabled(grad):
+        result = world.call(v=tensor(2, 80, 4, 128, device="cpu").requires_grad_())
+    assert result[0] == (FLAS if grad else OURS)
+
+
+def test_old_alias_runs_here_and_warns_like_fla(world):
+    arguments = world.arguments(transpose_state_layout=True)
+    del arguments["state_v_first"]
+    with pytest.warns(DeprecationWarning, match="transpose_state_layout"):
+        assert world.backend.KdaCuteBackend().chunk_kda(**arguments) == (OURS, None)
+
+
+def test_failure_falls_back_and_warns_once(world, caplog):
+    def fail(call, plan):
+        raise RuntimeError("no more shared memory")
+
+    world.op.run = fail
+    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
+        assert [world.call(), world.call()] == [(FLAS, None)] * 2
+    assert outcomes(world) == [("failed", "exception")] * 2
+    assert world.seen[0].message == "RuntimeError: no more shared memory"
+    (warning,) = caplog.records
+    assert "no more shared memory" in warning.getMessage()
+
+
+def test_kernels_that_cannot_be_imported_fall_back(world, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla_kda_backend.op", None)
+    assert world.call() == (FLAS, None)
+    assert outcomes(world) == [("failed", "exception")]
+
+
+def test_fallback_frees_what_the_failed_attempt_held(world, monkeypatch, kda):
+    alive = []
+
+    class Workspace:
+        pass
+
+    def fail(call, plan):
+        workspace = Workspace()
+        alive.append(weakref.ref(workspace))
+        raise RuntimeError("out of memory")
+
+    world.op.run = fail
+    monkeypatch.setattr(kda.chunk.ChunkKDAFunction, "apply", lambda *args: (alive[0]() is None, None))
+    logging.getLogger("fla_kda_backend").disabled = True  # a handler of the test runner would keep the traceback
+    try:
+        assert world.call() == (True, None)
+    finally:
+        logging.getLogger("fla_kda_backend").disabled = False
+
+
+def test_strict_raises_what_failed(world, monkeypatch):
+    def fail(call, plan):
+        raise RuntimeError("no more shared memory")
+
+    world.op.run = fail
+    monkeypatch.setenv("FLA_KDA_CUTE_STRICT", "1")
+    with pytest.raises(RuntimeError, match="no more shared memory"):
+        world.call()
+    assert outcomes(world) == [("failed", "exception")]
+
+
+def test_strict_raises_where_a_call_is_declined(world, monkeypatch):
+    monkeypatch.setenv("FLA_KDA_CUTE_STRICT", "1")
+    assert world.call() == (OURS, None)
+    with pytest.raises(world.backend.StrictModeError, match="head_dim: requires K = V = 128, got K=64, V=64"):
+        world.call(dim=64)
+    assert outcomes(world) == [("accepted", "accepted"), ("declined", "head_dim")]
+
+
+REFUSED = {
+    "both layouts": {"transpose_state_layout": True},
+    "states": {"batch": 1, "cu_seqlens": tensor(4, dtype=torch.int64, device="cpu")},
+    "batch": {"cu_seqlens": tensor(3, dtype=torch.int64, device="cpu")},
+    "state dtype": {"initial_state": tensor(2, 4, 128, 128, device="cpu")},
+    "no A_log": {"A_log": None, "lower_bound": None, "safe_gate": False},
+    "chunk size": {"chunk_size": 16},
+    "no bound": {"lower_bound": None},
+    "bound": {"lower_bound": -6.0},
+    "bound of zero": {"lower_bound": 0.0},
+    "neg_eigval": {"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False},
+    "q and k": {"k": tensor(2, 64, 4, 128, device="cpu")},
+    "K": {"dim": 512},
+    "HV": {"v": tensor(2, 80, 6, 128, device="cpu")},
+    "g": {"g": tensor(2, 80, 4, 1, device="cpu")},
+    "beta": {"beta": tensor(2, 80, 1, device="cpu")},
+    "no tensor": {"q": None},
+    "q of three dimensions": {"q": tensor(80, 4, 128, device="cpu")},
+    "cp": {"cp_context": types.SimpleNamespace(cu_seqlens=None)},
+}
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_fla_refuses_raises_flas_error(world, monkeypatch, name, strict):
+    monkeypatch.setenv("FLA_KDA_CUTE", "0")
+    with pytest.raises(Exception) as without:
+        world.call(**REFUSED[name])
+    monkeypatch.setenv("FLA_KDA_CUTE", "1")
+    monkeypatch.setenv("FLA_KDA_CUTE_STRICT", strict)
+    with pytest.raises(type(without.value)) as with_us:
+        world.call(**REFUSED[name])
+    assert str(with_us.value) == str(without.value)
+    assert outcomes(world) == [("declined", "fla_refuses")]
+
+
+def test_unknown_argument_goes_where_fla_takes_it(world):
+    assert world.call(window=4) == (FLAS, None)
+    assert outcomes(world) == [("declined", "unknown_argument")]
+
+
+def test_cost_rule_and_its_override(world, monkeypatch):
+    slow = planning.plan(world.backend.parse((), world.arguments()), H200)._replace(
+        should_run=False, reason="slower here"
+    )
+    monkeypatch.setattr(planning, "plan", lambda call, facts: slow)
+    assert world.call() == (FLAS, None)
+    assert (world.seen[0].code, world.seen[0].message) == ("cost", "slower here")
+    monkeypatch.setenv("FLA_KDA_CUTE_COST", "off")
+    assert world.call() == (OURS, None)
+
+
+def test_rules_that_fail_decline(world, monkeypatch, caplog):
+    def fail(call):
+        raise RuntimeError("driver is gone")
+
+    monkeypatch.setattr(facts, "gather", fail)
+    assert [world.call(), world.call()] == [(FLAS, None)] * 2
+    assert outcomes(world) == [("declined", "internal_error")] * 2
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_call_inside_torch_compile(world, kda):
+    def model(**arguments):
+        arguments["q"] = arguments["q"] + 1
+        return kda.chunk.chunk_kda(**arguments)
+
+    assert torch.compile(model, backend="eager")(**world.arguments())[0] == OURS
+    assert outcomes(world) == [("accepted", "accepted")]
+
+
+def test_no_tensor_outlives_its_call(world):
+    arguments = world.arguments()
+    world.op.run = lambda call, plan: (OURS, None)
+    world.backend.KdaCuteBackend().chunk_kda_verifier(**arguments)
+    world.backend.KdaCuteBackend().chunk_kda(**arguments)
+    held = weakref.ref(arguments["q"])
+    del arguments
+    gc.collect()
+    assert held() is None
+
+
+def test_implementation_decides_again_for_other_arguments(world):
+    backend = world.backend.KdaCuteBackend()
+    assert backend.chunk_kda_verifier(**world.arguments())[0]
+    with pytest.raises(world.backend.StrictModeError, match="head_dim"):
+        backend.chunk_kda(**world.arguments(dim=64))
+
+
+def test_threads_get_their_own_results(world, kda):
+    world.op.run = lambda call, plan: (call.scale, None)
+    wrong = []
+
+    def work(scale):
+        arguments = world.arguments(scale=scale, tokens=1)
+        wrong.extend(scale for _ in range(50) if kda.chunk.chunk_kda(**arguments)[0] != scale)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert outcomes(world) == [("accepted", "accepted")] * 400
+
+
+@pytest.fixture
+def untested(world, monkeypatch):
+    """A GPU that the kernels never ran on; .errors are what the comparison with FLA finds, or raises."""
+    world.facts = H200._replace(capability=(10, 0))
+    world.errors = [1e-3, 2e-3]
+    world.compared = []
+
+    def compare(device, facts, run, reference):
+        world.compared.append(device)
+        if isinstance(world.errors, Exception):
+            raise world.errors
+        return world.errors
+
+    monkeypatch.setattr(world.selfcheck, "compare", compare)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return world
+
+
+def test_untested_gpu_is_checked_once(untested):
+    assert [untested.call(), untested.call()] == [(OURS, None)] * 2
+    assert len(untested.compared) == 1
+
+
+@pytest.mark.parametrize(
+    ("errors", "code", "message"),
+    [
+        (
+            [1e-3, 0.7],
+            "untested_disagrees",
+            "on compute capability 10.0 requires agreement with FLA to 2e-02, got output ",
+        ),
+        ([float("nan"), 0.0], "untested_disagrees", "on compute capability 10.0 requires agreement"),
+        (
+            RuntimeError("launch failed"),
+            "untested_failed",
+            "the check on compute capability 10.0, never run on before, ",
+        ),
+    ],
+)
+def test_untested_gpu_that_disagrees_is_declined_for_the_process(untested, errors, code, message, caplog):
+    untested.errors = errors
+    assert [untested.call(), untested.call()] == [(FLAS, None)] * 2
+    assert outcomes(untested) == [("declined", code)] * 2
+    assert untested.seen[0].message.startswith(message)
+    assert len(untested.compared) == 1
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_untested_gpu_is_not_checked_during_graph_capture(untested, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert untested.call() == (FLAS, None)
+    assert outcomes(untested) == [("declined", "untested_capture")]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert untested.call() == (OURS, None)
+
+
+def test_untested_gpu_is_checked_by_one_thread(untested):
+    threads = [threading.Thread(target=untested.call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(untested.compared) == 1
+    assert outcomes(untested) == [("accepted", "accepted")] * 4
+
+
+def test_comparison_tells_right_from_wrong(world, kda):
+    """The fixed case against double precision: the exact reference passes, a state dropped between chunks does not."""
+    from fla_kda_backend.reference import exact, gold
+
+    cpu = torch.device("cpu")
+
+    def reference(**arguments):
+        return gold.forward(**arguments)
+
+    def run(call, plan):
+        arguments = (call.q, call.k, call.v, call.g, call.beta, call.scale, call.A_log, call.dt_bias, call.lower_bound)
+        return exact.forward(*arguments, call.initial_state, call.cu_seqlens)
+
+    def run_without_state(call, plan):
+        call.cu_seqlens = torch.tensor([0, 16, 32, 33, 33, 49, 65, 81, 97, 112])
+        call.initial_state = None
+        out, state = run(call, plan)
+        return out, state[[2, 3, 7, 8]]
+
+    assert max(world.selfcheck.compare(cpu, H200, run, reference)) < 1e-2
+    assert min(world.selfcheck.compare(cpu, H200, run_without_state, reference)) > 10 * world.selfcheck.TOLERANCE

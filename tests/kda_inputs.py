@@ -1,0 +1,117 @@
+"""Seeded inputs of KDA: random ones over all decay rates, and the regimes in which roundings show.
+
+Inputs are a dict with the argument names of reference.exact.forward.
+"""
+
+import zlib
+
+import torch
+
+TOKEN_AXIS = ("q", "k", "v", "g", "beta")
+FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate", "state_v_first")
+REGIMES = ("normal", "saturated", "slow", "correlated", "repeated")
+
+
+def seed_of(*case):
+    return zlib.crc32(repr(case).encode())
+
+
+class Normal:
+    """Normal numbers from a generator of their own."""
+
+    def __init__(self, device, *case):
+        self.device = torch.device(device)
+        self.generator = torch.Generator(self.device).manual_seed(seed_of(*case))
+
+    def __call__(self, *shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=dtype)
+
+    def uniform(self, *shape):
+        return torch.rand(*shape, generator=self.generator, device=self.device)
+
+
+def random_inputs(tokens, heads, *, batch=1, cu_seqlens=None, cu_dtype=torch.int64, state=torch.float32, scale=128**-0.5,
+                  lower_bound=-5.0, device="cpu", seed=0):  # fmt: skip
+    """The log decay is log-uniform from -0.001 to -3 a token (or to 0.6 of a weaker bound), channel by channel.
+
+    With strong decay alone the state is forgotten inside a chunk, and a recurrence that drops it would pass.
+    cu_seqlens: a list of offsets, or None. state: dtype of the initial state, or None for none.
+    """
+    normal = Normal(device, tokens, heads, batch, cu_seqlens, lower_bound, seed)
+    bf16 = torch.bfloat16
+    A_log, dt_bias = 0.3 * normal(heads), 0.3 * normal(heads, 128)
+    strongest = min(3.0, -0.6 * lower_bound)
+    decay = 1e-3 * (strongest / 1e-3) ** normal.uniform(heads, 128)
+    logit = torch.logit(decay / -lower_bound) / A_log.exp()[:, None] - dt_bias
+    g = logit.to(bf16) + 0.1 * normal(batch, tokens, heads, 128, dtype=bf16)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    return {
+        **{name: normal(batch, tokens, heads, 128, dtype=bf16) for name in "qkv"},
+        "g": g,
+        "beta": normal(batch, tokens, heads, dtype=bf16),
+        "scale": scale,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "lower_bound": lower_bound,
+        "initial_state": None if state is None else normal(sequences, heads, 128, 128).to(state),
+        "cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=cu_dtype, device=device),
+    }
+
+
+def regime(name, tokens, heads=2, device="cpu", seed=0):
+    """One of REGIMES, with a normal fp32 initial state."""
+    normal = Normal(device, name, tokens, heads, seed)
+    q, k, v, g = (normal(1, tokens, heads, 128) for _ in range(4))
+    beta, A_log, dt_bias = normal(1, tokens, heads), 0.5 * normal(heads), 0.5 * normal(heads, 128)
+    if name == "saturated":
+        g = torch.full_like(g, 12.0)
+    elif name == "slow":
+        g = g - 6
+    elif name in ("correlated", "repeated"):  # hardly any decay, so that what keys have in common adds up
+        g, A_log, dt_bias = torch.full_like(g, -12.0), torch.zeros_like(A_log), torch.zeros_like(dt_bias)
+        k = k[:, :1] + (0.05 * k if name == "correlated" else torch.zeros_like(k))
+        q = q if name == "correlated" else k
+        beta = torch.full_like(beta, 2.0 if name == "correlated" else 8.0)
+    tensors = dict(zip(TOKEN_AXIS, (x.to(torch.bfloat16) for x in (q, k, v, g, beta))))
+    return tensors | {
+        "scale": 128**-0.5,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "lower_bound": -5.0,
+        "initial_state": normal(1, heads, 128, 128),
+        "cu_seqlens": None,
+    }
+
+
+def cut(inputs, first, end, **changes):
+    """Tokens first to end."""
+    return inputs | {name: inputs[name][:, first:end].contiguous() for name in TOKEN_AXIS} | changes
+
+
+def of_heads(inputs, heads):
+    """Some heads alone; no head depends on another."""
+    few = {name: inputs[name][:, :, heads].contiguous() for name in TOKEN_AXIS}
+    few |= {name: inputs[name][heads] for name in ("A_log", "dt_bias")}
+    if inputs["initial_state"] is not None:
+        few["initial_state"] = inputs["initial_state"][:, heads]
+    return inputs | few
+
+
+def packed(inputs):
+    """A batch as one row of packed sequences of equal length."""
+    batch, tokens = inputs["q"].shape[:2]
+    offsets = torch.arange(batch + 1, device=inputs["q"].device) * tokens
+    return inputs | {name: inputs[name].flatten(0, 1)[None] for name in TOKEN_AXIS} | {"cu_seqlens": offsets}
+
+
+def sequence(inputs, n):
+    """Sequence n of packed ones, by itself."""
+    first, end = inputs["cu_seqlens"][n : n + 2].tolist()
+    initial = inputs["initial_state"]
+    return cut(inputs, first, end, cu_seqlens=None, initial_state=None if initial is None else initial[n : n + 1])
+
+
+def chunk_kda_arguments(inputs, **changes):
+    """Keyword arguments of FLA's chunk_kda."""
+    flat = inputs["dt_bias"].reshape(-1)
+    return {**inputs, "dt_bias": flat, **dict.fromkeys(FLAGS, True), "output_final_state": True, **changes}
