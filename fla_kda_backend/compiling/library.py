@@ -12,17 +12,27 @@ logger = logging.getLogger("fla_kda_backend")
 
 _functions: dict[KernelSpec, object] = {}
 _sources: dict[KernelSpec, str] = {}  # where each came from, for doctor
+_failures: dict[KernelSpec, Exception] = {}  # what could not be had once is not tried again: a compile takes seconds
 _lock = threading.Lock()
 
 
 def launcher(spec):
-    """The function that launches `spec`; the first call of a process loads it from the cache directory or compiles it."""
+    """The function that launches `spec`; the first call of a process loads it from the cache directory or compiles it.
+
+    Raises whatever the compiler raises; a spec that failed once fails at once from then on.
+    """
     function = _functions.get(spec)
     if function is None:
         with _lock:
             function = _functions.get(spec)
             if function is None:
-                function, _sources[spec] = _load(spec) or _compile(spec)
+                if spec in _failures:
+                    raise RuntimeError(f"{spec} could not be compiled: {_failures[spec]}") from _failures[spec]
+                try:
+                    function, _sources[spec] = _load(spec) or _compile(spec)
+                except Exception as error:
+                    _failures[spec] = error
+                    raise
                 _functions[spec] = function
     return function
 

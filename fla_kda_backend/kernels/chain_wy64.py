@@ -19,7 +19,8 @@ rounding alone and no warp waits for another on the chain. B operands are the 12
 brought in by one-dimensional bulk copies; U and the decay come in accumulator order.
 
 Warps: 0-3 chain and outputs, 4 loads the ring {W, U, decay}, 7 the ring {Q, K_end, A}, 5 and 6 write O. The two rings
-exist because W is needed half a chunk before K_end and freed as much earlier.
+exist because W is needed half a chunk before K_end and freed as much earlier. An initial state takes a stage of the
+second ring before the sequence's first chunk, so that it comes while the CTA's last task still runs.
 
 The order of statements in `link` is a schedule. ptxas serialises WGMMAs, silently, when accumulators in flight are
 touched: state arithmetic stands between groups, never inside one; shared-memory accesses stand between the products
@@ -32,36 +33,34 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from .shared import ptx
-from .shared.chain_fragments import K_MAJOR, MN_MAJOR, QKA_BYTES, ChainFragments, Ring, Shared
-from .shared.states import CARRY_BYTES, load_carry, load_state, store_carry, store_state
-from .shared.wy64 import (
+from fla_kda_backend.kernels.shared import ptx, sequences, states
+from fla_kda_backend.kernels.shared.chain_fragments import K_MAJOR, MN_MAJOR, QKA_BYTES, ChainFragments, Ring, Shared
+from fla_kda_backend.kernels.shared.record64 import (
     CHUNK,
     DECAY_AT,
     DECAY_BYTES,
     HALF,
     HEAD_DIM,
-    MAX_SORTED,
-    O_BYTES,
     Q_AT,
     RECORD_BYTES,
+    STATE_BYTES,
     U_AT,
     U_BYTES,
     W_AT,
     W_BYTES,
-    Problem,
-    TaskList,
 )
+from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Problem, TaskList
 
 SMEM_LIMIT = 232448
+O_BYTES = CHUNK * HALF * 2  # output of a chunk and half
 
 
 class ChainWY64(ChainFragments, TaskList):
     """State recurrence and outputs from the 64-token records; see the module's docstring.
 
-    cu_dtype: None (batch of equal lengths), Int32 or Int64. initial, final: None, Float32 or BFloat16. state_v_first:
-    states are [N, H, V, K], else [N, H, K, V]. max_ctas: CTAs to spread the tasks over (the number of SMs), or None for
-    one task a CTA. unroll: links in the loop's body, 1 or 2.
+    cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". segmented: a
+    launch may cover only some of the call's slots. state_v_first: states are [N, H, V, K], else [N, H, K, V]. max_ctas:
+    CTAs to spread the tasks over (the number of SMs).
     """
 
     CHAIN_WARPS = 4
@@ -70,19 +69,18 @@ class ChainWY64(ChainFragments, TaskList):
     THREADS = 256  # 255 registers a thread; between 288 and 384 threads ptxas would cap them at 168
     HEADER_BYTES = 1024
 
-    def __init__(
-        self, *, cu_dtype=None, initial=None, final=Float32, state_v_first=True, stages=(4, 3), max_ctas=132, unroll=1
-    ):
-        self.cu_dtype, self.initial, self.final = cu_dtype, initial, final
-        self.state_v_first = state_v_first
+    def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, state_v_first=True, max_ctas=132,
+                 stages=(4, 3)):  # fmt: skip
+        if cu_dtype not in sequences.CU_DTYPES or initial not in states.STATES or final not in states.STATES:
+            raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
+        self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
+        self.state_v_first, self.max_ctas = state_v_first, max_ctas
         self.chain_stages, self.output_stages = stages
-        self.max_ctas, self.unroll = max_ctas, unroll
         if self.chain_stages < 3 or self.output_stages < 2:
-            raise ValueError(
-                f"needs at least 3 and 2 stages, got {stages}: a stage is freed after the next has arrived"
-            )
+            raise ValueError(f"needs at least 3 and 2 stages, got {stages}: a stage is freed after the next has arrived")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"stages {stages} need {self.smem_bytes} bytes of shared memory, limit {SMEM_LIMIT}")
+        assert states.image_bytes(initial, state_v_first) <= QKA_BYTES
 
     @property
     def smem_bytes(self):
@@ -90,42 +88,30 @@ class ChainWY64(ChainFragments, TaskList):
         return self.HEADER_BYTES + chain + self.output_stages * QKA_BYTES + O_BYTES
 
     @cute.jit
-    def __call__(
-        self,
-        initial_state: Int64,
-        final_state: Int64,
-        out: Int64,  # [tokens, heads, 128] bf16
-        cu_seqlens: Int64,  # [num_seqs + 1], or 0
-        workspace: Int64,  # [heads, slot_end - slot_begin] records
-        carry_in: Int64,  # [heads, 2] states of the sequence that began before slot_begin
-        carry_out: Int64,  # the same, of the one that goes on past slot_end; not the same memory as carry_in
-        seq_len: Int32,
-        num_seqs: Int32,
-        heads: Int32,
-        slot_begin: Int32,
-        slot_end: Int32,
-        stream,
-    ):
-        ctas = num_seqs * heads * 2
-        if const_expr(self.max_ctas is not None):
-            ctas = cutlass.min(ctas, Int32(self.max_ctas))
+    def __call__(self, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs, heads,
+                 slot_begin, slot_end, stream):  # fmt: skip
+        """Launch all sequences and heads; addresses are Int64, counts Int32."""
         self.kernel(
-            initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out,
-            seq_len, num_seqs, heads, slot_begin, slot_end,
+            initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs, heads,
+            slot_begin, slot_end,
         ).launch(
-            grid=[ctas, 1, 1], block=[self.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=[self.grid(num_seqs * heads * 2), 1, 1],
+            block=[self.THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
-        initial_state: Int64,
-        final_state: Int64,
-        out: Int64,
-        cu_seqlens: Int64,
-        workspace: Int64,
-        carry_in: Int64,
-        carry_out: Int64,
+        initial_state: Int64,  # [num_seqs, heads] states, 16-byte aligned
+        final_state: Int64,  # [num_seqs, heads] states
+        out: Int64,  # [tokens, heads, 128] bf16
+        cu_seqlens: Int64,  # [num_seqs + 1]
+        workspace: Int64,  # see record64.py
+        carry_in: Int64,  # [heads, 2] states of the sequence that began before slot_begin
+        carry_out: Int64,  # the same, of the one that goes on past slot_end; not the same memory as carry_in
         seq_len: Int32,
         num_seqs: Int32,
         heads: Int32,
@@ -135,7 +121,10 @@ class ChainWY64(ChainFragments, TaskList):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         sm, order = self.allocate()
-        p = Problem(cu_seqlens, workspace, order, seq_len, num_seqs, heads, slot_begin, slot_end)
+        p = Problem(
+            initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, order, seq_len, num_seqs, heads,
+            slot_begin, slot_end,
+        )  # fmt: skip
         self.init_barriers(tid, sm)
         self.sort(p, tid, cute.recast_ptr(sm.o, dtype=Int32))
         cute.arch.sync_threads()
@@ -144,9 +133,35 @@ class ChainWY64(ChainFragments, TaskList):
         elif warp == self.OUTPUT_LOADER:
             self.load_output(p, sm)
         elif warp == self.O_WRITERS[0] or warp == self.O_WRITERS[1]:
-            self.write_o(tid - 32 * self.O_WRITERS[0], p, sm, out)
+            thread = tid - 32 * self.O_WRITERS[0]
+            self.announce(thread, p, sm)
+            self.write_o(thread, p, sm)
         elif warp < self.CHAIN_WARPS:
-            self.chain(tid, warp, p, sm, initial_state, final_state, carry_in, carry_out)
+            self.chain(tid, warp, p, sm)
+
+    # ---- what the replay does differently (chain_replay_wy64.py)
+
+    resumes = False  # whether an item may begin inside a sequence although the launch is not segmented
+
+    def grid(self, tasks):
+        return cutlass.min(tasks, Int32(self.max_ctas))
+
+    @cute.jit
+    def resume(self, p, item, t):
+        """The state where an item begins that does not begin its sequence."""
+        ptx.dependency_wait()
+        states.load_carry(p.carry_in + (Int64(item.head) * 2 + item.half) * STATE_BYTES, t.flat_s)
+
+    def plain_links(self, t, p, sm, item, at):
+        """The links of an item without outputs."""
+        return at
+
+    def output_part(self, item, link):
+        """(offset, bytes) of what a link needs of {Q, K_end, A}."""
+        return Int32(0), Int32(QKA_BYTES)
+
+    def announce(self, thread, p, sm):
+        """What the writers tell other CTAs."""
 
     # ---- set-up
 
@@ -154,14 +169,14 @@ class ChainWY64(ChainFragments, TaskList):
         smem = SmemAllocator()
         barriers = lambda n: smem.allocate_array(Int64, n, byte_alignment=8)  # noqa: E731
         ring = lambda n: Ring(barriers(n), barriers(n), n)  # noqa: E731
-        chain, output, store = ring(self.chain_stages), ring(self.output_stages), ring(1)
+        chain, output, store, checkpoint = ring(self.chain_stages), ring(self.output_stages), ring(1), ring(1)
         order = smem.allocate_array(Int32, MAX_SORTED, byte_alignment=4)
         tile = lambda size: smem.allocate_array(BFloat16, size // 2, byte_alignment=1024)  # noqa: E731
         w, qka = tile(W_BYTES * chain.stages), tile(QKA_BYTES * output.stages)
         u, o = tile(U_BYTES * chain.stages), tile(O_BYTES)
         decay = smem.allocate_array(Float32, DECAY_BYTES // 4 * chain.stages, byte_alignment=128)
-        assert 16 * (chain.stages + output.stages + 1) + 4 * MAX_SORTED <= self.HEADER_BYTES
-        return Shared(chain, output, store, w, u, decay, qka, o), order
+        assert 16 * (chain.stages + output.stages + 2) + 4 * MAX_SORTED <= self.HEADER_BYTES
+        return Shared(chain, output, store, checkpoint, w, u, decay, qka, o), order
 
     @cute.jit
     def init_barriers(self, tid, sm):
@@ -171,8 +186,9 @@ class ChainWY64(ChainFragments, TaskList):
                 for s in cutlass.range_constexpr(ring.stages):
                     cute.arch.mbarrier_init(ring.full + s, 1)
                     cute.arch.mbarrier_init(ring.empty + s, self.CHAIN_WARPS)
-            cute.arch.mbarrier_init(sm.store.full, self.CHAIN_WARPS)
-            cute.arch.mbarrier_init(sm.store.empty, len(self.O_WRITERS))
+            for ring, readers in ((sm.store, len(self.O_WRITERS)), (sm.checkpoint, 1)):
+                cute.arch.mbarrier_init(ring.full, self.CHAIN_WARPS)
+                cute.arch.mbarrier_init(ring.empty, readers)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -187,65 +203,66 @@ class ChainWY64(ChainFragments, TaskList):
 
     @cute.jit
     def load_chain(self, p, sm):
-        ptx.dependency_wait()
+        ptx.dependency_wait()  # in every CTA, also where it has no chunk: see wy64.py
         stage, phase = Int32(0), Int32(1)
         for turn in cutlass.range(self.rounds(p), unroll=1):
-            seq, head, half = self.task(p, turn)
-            begin, end = self.bounds(p, seq)
-            slot, first, links = self.span(p, seq, begin, end)
-            source = self.record(p, head, slot + first)
-            for _link in cutlass.range(links, unroll=1):
+            item = self.item_now(p, turn)
+            source = p.record(item.head, item.slot + item.first)
+            for _link in cutlass.range(item.plain + item.links, unroll=1):
                 cute.arch.mbarrier_wait(sm.chain.empty + stage, phase)
                 with cute.arch.elect_one():
                     full = sm.chain.full + stage
                     cute.arch.mbarrier_arrive_and_expect_tx(full, W_BYTES + U_BYTES + DECAY_BYTES)
                     full = full.toint()
                     ptx.bulk_load(sm.w.toint() + stage * W_BYTES, source + W_AT, W_BYTES, full)
-                    ptx.bulk_load(sm.u.toint() + stage * U_BYTES, source + U_AT + half * U_BYTES, U_BYTES, full)
+                    ptx.bulk_load(sm.u.toint() + stage * U_BYTES, source + U_AT + item.half * U_BYTES, U_BYTES, full)
                     ptx.bulk_load(sm.decay.toint() + stage * DECAY_BYTES, source + DECAY_AT, DECAY_BYTES, full)
                 source += RECORD_BYTES
                 stage, phase = self.advance(stage, phase, self.chain_stages)
 
     @cute.jit
     def load_output(self, p, sm):
-        ptx.dependency_wait()
         stage, phase = Int32(0), Int32(1)
         for turn in cutlass.range(self.rounds(p), unroll=1):
-            seq, head, _ = self.task(p, turn)
-            begin, end = self.bounds(p, seq)
-            slot, first, links = self.span(p, seq, begin, end)
-            source = self.record(p, head, slot + first) + Q_AT
-            for _link in cutlass.range(links, unroll=1):
+            item = self.item_now(p, turn)
+            if const_expr(self.initial is not None):
+                if item.starts():
+                    cute.arch.mbarrier_wait(sm.output.empty + stage, phase)
+                    state = p.initial_state + self.state_offset(p, item, self.initial)
+                    target = sm.qka.toint() + stage * QKA_BYTES
+                    states.fetch_state(
+                        target, sm.output.full + stage, state, item.half, self.initial, self.state_v_first
+                    )
+                    stage, phase = self.advance(stage, phase, self.output_stages)
+            ptx.dependency_wait()
+            source = p.record(item.head, item.slot + item.first) + Q_AT
+            for link in cutlass.range(item.plain + item.links, unroll=1):
+                offset, size = self.output_part(item, link)
                 cute.arch.mbarrier_wait(sm.output.empty + stage, phase)
                 with cute.arch.elect_one():
                     full = sm.output.full + stage
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, QKA_BYTES)
-                    ptx.bulk_load(sm.qka.toint() + stage * QKA_BYTES, source, QKA_BYTES, full.toint())
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+                    target = sm.qka.toint() + stage * QKA_BYTES + offset
+                    ptx.bulk_load(target, source + offset, size, full.toint())
                 source += RECORD_BYTES
                 stage, phase = self.advance(stage, phase, self.output_stages)
 
     # ---- writer warps
 
     @cute.jit
-    def write_o(self, thread, p, sm, out):
+    def write_o(self, thread, p, sm):
         """Rows of 128 bytes: 8 threads a row, 8 rows at a time; rows past the end of the sequence are not written."""
         row, piece = thread // 8, thread % 8
         source = sm.o.toint() + row * 128 + (piece ^ row) * 16
         phase = Int32(0)
+        step = Int64(p.heads) * (HEAD_DIM * 2 * 8)
         for turn in cutlass.range(self.rounds(p), unroll=1):
-            seq, head, half = self.task(p, turn)
-            begin, end = self.bounds(p, seq)
-            _, first, links = self.span(p, seq, begin, end)
-            token = begin + first * CHUNK + row
-            if const_expr(self.cu_dtype is None):
-                token = first * CHUNK + row
-            line = Int64(token)
-            if const_expr(self.cu_dtype is None):
-                line += Int64(seq) * p.seq_len
-            target = out + (line * p.heads + head) * (HEAD_DIM * 2) + half * (HALF * 2) + piece * 16
-            left = end - begin - first * CHUNK - row
-            step = Int64(p.heads) * (HEAD_DIM * 2 * 8)
-            for _link in cutlass.range(links, unroll=1):
+            item = self.item_now(p, turn)
+            token = (item.first + item.plain) * CHUNK + row
+            line = (Int64(item.begin) + token) * p.heads + item.head
+            target = p.out + line * (HEAD_DIM * 2) + item.half * (HALF * 2) + piece * 16
+            left = item.length - token
+            for _link in cutlass.range(item.links, unroll=1):
                 cute.arch.mbarrier_wait(sm.store.full, phase)
                 rows = [ptx.lds_v4_b32(source + 1024 * k) for k in range(8)]
                 cute.arch.sync_warp()
@@ -261,51 +278,66 @@ class ChainWY64(ChainFragments, TaskList):
     # ---- chain warps
 
     @cute.jit
-    def chain(self, tid, warp, p, sm, initial_state, final_state, carry_in, carry_out):
+    def chain(self, tid, warp, p, sm):
+        """`at`: stage and parity of both rings and the parity of O."""
         t = self.operands(tid, warp, sm)
         t.acc_o.fill(0.0)
-        stage, phase, out_stage, out_phase, o_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
-        begin, end = self.bounds(p, self.task(p, Int32(0))[0])
+        at = (Int32(0), Int32(0), Int32(0), Int32(0), Int32(1))
+        entries = self.entries(p, self.task(p, Int32(0)))
         for turn in cutlass.range(self.rounds(p), unroll=1):
-            seq, head, half = self.task(p, turn)
-            if const_expr(self.cu_dtype is None):
-                begin, end = self.bounds(p, seq)
-            slot, first, links = self.span(p, seq, begin, end)
-            empty = end == begin and seq >= 0 and slot >= p.slot_begin and slot < p.slot_end
-            goes_on = (first + links) * CHUNK < end - begin
-            carry = (Int64(head) * 2 + half) * CARRY_BYTES
-            if const_expr(self.cu_dtype is not None):
-                begin, end = self.bounds(p, self.task(p, turn + 1)[0])  # in flight during this task
-            if links > 0:
-                if first > 0:
-                    ptx.dependency_wait()
-                    load_carry(carry_in + carry, t.flat_s)
-                else:
-                    self.load_state(p, initial_state, seq, head, half, t)
-                self.begin(t, sm, stage, phase)
-                stage, phase, out_stage, out_phase, o_phase = self.links(
-                    t, sm, links, stage, phase, out_stage, out_phase, o_phase
-                )
-                o_phase = self.finish(t, sm, out_stage, o_phase)
-                if goes_on:
-                    store_carry(carry_out + carry, t.flat_s)
-                else:
-                    self.store_state(p, final_state, seq, head, half, t)
-            elif empty:
-                self.load_state(p, initial_state, seq, head, half, t)
-                self.store_state(p, final_state, seq, head, half, t)
+            item = self.item(p, self.task(p, turn), entries)
+            entries = self.entries(p, self.task(p, turn + 1))  # in flight during this task
+            if item.links > 0:
+                at = self.start(t, p, sm, item, at)
+                self.begin(t, sm, at[0], at[1])
+                at = self.plain_links(t, p, sm, item, at)
+                at = self.links(t, sm, item.links, at)
+                at = self.finish(t, sm, at)
+                if item.ends:
+                    self.store_state(p, item, t)
+                elif const_expr(self.segmented):
+                    carry = p.carry_out + (Int64(item.head) * 2 + item.half) * STATE_BYTES
+                    states.store_carry(carry, t.flat_s)
+            elif item.empty:
+                at = self.first_state(t, sm, at)
+                self.store_state(p, item, t)
 
     @cute.jit
-    def load_state(self, p, states, seq, head, half, t):
-        size = const_expr(0 if self.initial is None else self.initial.width // 8 * HEAD_DIM * HEAD_DIM)
-        address = states + (Int64(seq) * p.heads + head) * size
-        load_state(address, half, self.initial, self.state_v_first, t.flat_s)
+    def start(self, t, p, sm, item, at):
+        """The state before an item's first link."""
+        if const_expr(self.segmented or self.resumes):
+            if item.first > 0:
+                self.resume(p, item, t)
+            else:
+                at = self.first_state(t, sm, at)
+        else:
+            at = self.first_state(t, sm, at)
+        return at
 
     @cute.jit
-    def store_state(self, p, states, seq, head, half, t):
-        size = const_expr(0 if self.final is None else self.final.width // 8 * HEAD_DIM * HEAD_DIM)
-        address = states + (Int64(seq) * p.heads + head) * size
-        store_state(address, half, self.final, self.state_v_first, t.flat_s)
+    def first_state(self, t, sm, at):
+        stage, phase, out_stage, out_phase, o_phase = at
+        if const_expr(self.initial is None):
+            for part in t.flat_s:
+                part.fill(0.0)
+        else:
+            cute.arch.mbarrier_wait(sm.output.full + out_stage, out_phase)
+            image = sm.qka.toint() + out_stage * QKA_BYTES
+            states.load_state(image, self.initial, self.state_v_first, t.flat_s)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(sm.output.empty + out_stage)
+            out_stage, out_phase = self.advance(out_stage, out_phase, self.output_stages)
+        return stage, phase, out_stage, out_phase, o_phase
+
+    @cute.jit
+    def store_state(self, p, item, t):
+        if const_expr(self.final is not None):
+            address = p.final_state + self.state_offset(p, item, self.final)
+            states.store_state(address, item.half, self.final, self.state_v_first, t.flat_s)
+
+    def state_offset(self, p, item, kind):
+        return (Int64(item.seq) * p.heads + item.head) * (states.size(kind) * HEAD_DIM * HEAD_DIM)
 
     @cute.jit
     def begin(self, t, sm, stage, phase):
@@ -319,31 +351,25 @@ class ChainWY64(ChainFragments, TaskList):
         self.round_state(t, 0, 8)
 
     @cute.jit
-    def links(self, t, sm, links, stage, phase, out_stage, out_phase, o_phase):
-        """All links of a task. On entry S is rounded, acc_v holds U and `decay` the first chunk's; at the end acc_o
-        holds the last O. Returns the rings' positions; the last output stage is still to be freed."""
+    def links(self, t, sm, links, at):
+        """The links of an item with outputs. On entry S is rounded, acc_v holds U and `decay` the first chunk's; at the
+        end acc_o holds the last O, and the last output stage is still to be freed."""
+        stage, phase, out_stage, out_phase, o_phase = at
         following, following_phase = self.advance(stage, phase, self.chain_stages)
         ready = (
             cute.arch.mbarrier_test_wait(sm.chain.full + following, following_phase),
             cute.arch.mbarrier_test_wait(sm.output.full + out_stage, out_phase),
             cute.arch.mbarrier_test_wait(sm.store.empty, o_phase),
         )
-        at = (stage, phase, out_stage, out_phase, o_phase, Int32(0))
-        if const_expr(self.unroll == 1):
-            for c in cutlass.range(links, unroll=1):
-                at, ready = self.link(t, sm, c, links, at, ready, True)
-        else:
-            for pair in cutlass.range(links // 2, unroll=1):
-                at, ready = self.link(t, sm, 2 * pair, links, at, ready, False)
-                at, ready = self.link(t, sm, 2 * pair + 1, links, at, ready, True)
-            if links % 2 == 1:
-                at, ready = self.link(t, sm, links - 1, links, at, ready, True)
-        return at[:5]
+        position = (*at, Int32(0))
+        for c in cutlass.range(links, unroll=1):
+            position, ready = self.link(t, sm, c, links, position, ready)
+        return position[:5]
 
     @cute.jit
-    def link(self, t, sm, c, links, at, ready, last: cutlass.Constexpr):
-        """Link `c`; `last`: of the loop's body. ptxas tracks no accumulator in flight across the loop's edge (it would
-        serialise every product), so that the body's last link waits for its O."""
+    def link(self, t, sm, c, links, at, ready):
+        """Link `c`. ptxas tracks no accumulator in flight across the loop's edge (it would serialise every product), so
+        that the body ends by waiting for its O."""
         stage, phase, out_stage, out_phase, o_phase, previous_out = at
         chain_ready, output_ready, o_ready = ready
         following, following_phase = self.advance(stage, phase, self.chain_stages)
@@ -398,13 +424,14 @@ class ChainWY64(ChainFragments, TaskList):
         chain_ready = cute.arch.mbarrier_test_wait(sm.chain.full + after, after_phase)
         output_ready = cute.arch.mbarrier_test_wait(sm.output.full + out_stage, out_phase)
         o_ready = cute.arch.mbarrier_test_wait(sm.store.empty, o_phase)
-        warpgroup.wait_group(0 if last else 1)  # S, keys 64 to 127
+        warpgroup.wait_group(0)  # S, keys 64 to 127
         self.round_state(t, 4, 8)
         return (stage, phase, out_stage, out_phase, o_phase, previous_out), (chain_ready, output_ready, o_ready)
 
     @cute.jit
-    def finish(self, t, sm, out_stage, o_phase):
-        """Hand over the last O of a task and free its output stage."""
+    def finish(self, t, sm, at):
+        """Hand over the last O of an item and free its output stage."""
+        stage, phase, out_stage, out_phase, o_phase = at
         self.round(t.o_bf16, t.flat_o, range(4))
         cute.arch.mbarrier_wait(sm.store.empty, o_phase)
         for k in cutlass.range_constexpr(4):
@@ -416,4 +443,4 @@ class ChainWY64(ChainFragments, TaskList):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(sm.store.full)
             cute.arch.mbarrier_arrive(sm.output.empty + last)
-        return o_phase ^ 1
+        return stage, phase, out_stage, out_phase, o_phase ^ 1

@@ -195,6 +195,7 @@ def test_fork_while_another_thread_holds_the_lock():
         child = multiprocessing.get_context("fork").Process(target=accept)
         child.start()
         child.join(20)
+        child.kill()  # one that hangs would be waited for at exit
     assert child.exitcode == 0
 
 

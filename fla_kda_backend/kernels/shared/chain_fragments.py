@@ -14,8 +14,8 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
 
-from . import ptx
-from .wy64 import A_BYTES, DECAY_BYTES, K_END_BYTES, Q_BYTES, U_BYTES, W_BYTES
+from fla_kda_backend.kernels.shared import ptx
+from fla_kda_backend.kernels.shared.record64 import A_BYTES, DECAY_BYTES, K_END_BYTES, Q_BYTES, U_BYTES, W_BYTES
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 QKA_BYTES = Q_BYTES + K_END_BYTES + A_BYTES  # they stand together in a record: one copy brings all three
@@ -37,6 +37,7 @@ class Shared:
     chain: Ring  # W, U, decay
     output: Ring  # Q, K_end, A
     store: Ring  # O
+    checkpoint: Ring  # states that the writer has still to announce
     w: Any
     u: Any
     decay: Any

@@ -312,6 +312,21 @@ stg_v4_f32 = instruction(
     "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", volatile=True, doc="Store four fp32, 16-byte aligned."
 )
 
+ldg_acquire_b32 = instruction(
+    "ld.acquire.gpu.global.b32 $0, [$1];",
+    "r",
+    "l",
+    volatile=True,
+    doc="4 bytes of global memory; what their writer released before them is visible to this thread afterwards.",
+)
+stg_release_b32 = instruction(
+    "st.release.gpu.global.b32 [$0], $1;",
+    "",
+    "lr",
+    volatile=True,
+    doc="Store 4 bytes after everything that this thread has written, or has synchronised with.",
+)
+
 
 def stg_words(address, words):
     """Store 1, 2 or 4 words with one instruction; the address is aligned to their size."""
@@ -448,6 +463,7 @@ def pin(values, *, loc=None, ip=None):
     return tuple(_DSL_TYPE[letter](llvm.extractvalue(kind, raw, [i], loc=loc, ip=ip)) for i in range(count))
 
 
+nanosleep = instruction("nanosleep.u32 $0;", "", "r", volatile=True, doc="Pause for 0 to 2n nanoseconds, n below 10^6.")
 thread_index = instruction(
     "mov.u32 $0, %tid.x;",
     "r",

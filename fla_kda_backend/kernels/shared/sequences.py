@@ -31,12 +31,27 @@ def sequence(s, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cu
 
     Packed: `seq_len` is the number of tokens in the tensors, and no entry of cu_seqlens reaches beyond them.
     """
+    return placed(s, entries(s, cu_seqlens, cu_dtype), seq_len, log2_chunk, cu_dtype)
+
+
+@cute.jit
+def entries(s, cu_seqlens, cu_dtype: cutlass.Constexpr):
+    """What `placed` needs of memory: the two entries of cu_seqlens at `s`; s < 0: zeros."""
+    begin, end = Int32(0), Int32(0)
+    if const_expr(cu_dtype is not None):
+        if s >= 0:
+            begin, end = _cu(cu_seqlens, s, cu_dtype), _cu(cu_seqlens, s + 1, cu_dtype)
+    return begin, end
+
+
+@cute.jit
+def placed(s, entries, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
+    """`sequence`, from its entries of cu_seqlens, so that they can be loaded long before."""
     if const_expr(cu_dtype is None):
         chunks = (seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk
         return s * seq_len, seq_len, s * chunks
     else:
-        begin = _inside(_cu(cu_seqlens, s, cu_dtype), seq_len)
-        end = _inside(_cu(cu_seqlens, s + 1, cu_dtype), seq_len)
+        begin, end = _inside(entries[0], seq_len), _inside(entries[1], seq_len)
         return begin, end - begin, (begin >> log2_chunk) + s
 
 

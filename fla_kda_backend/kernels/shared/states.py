@@ -7,12 +7,12 @@ A chain thread holds 64 values of S^T [64 value rows x 128 keys] as two fp32 ten
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Int32, const_expr
 
-from . import ptx
-from .wy64 import HALF, HEAD_DIM
+from fla_kda_backend.kernels.shared import ptx
+from fla_kda_backend.kernels.shared.record64 import HALF, HEAD_DIM
 
-CARRY_BYTES = HEAD_DIM * HALF * 4  # one half of a state in accumulator order: [16][128 threads][4] fp32
+STATES = (None, "fp32", "bf16")
 
 
 @cute.jit
@@ -27,19 +27,50 @@ def load_carry(address, state):
 
 @cute.jit
 def store_carry(address, state):
-    """CARRY_BYTES at `address`, 16 bytes a thread and instruction, coalesced."""
+    """STATE_BYTES at `address`: [16][128 threads][4] fp32, 16 bytes a thread and instruction, coalesced."""
     address += ptx.thread_index() * 16
     for j in cutlass.range_constexpr(16):
         values = [state[j // 8][4 * (j % 2) + e, j % 8 // 2] for e in range(4)]
         ptx.stg_v4_f32(address + j * 2048, *values)
 
 
-def _pairs(dtype, address, half, v_first):
+def size(kind):
+    return 0 if kind is None else 4 if kind == "fp32" else 2
+
+
+def image(kind, v_first):
+    """(rows, bytes of a row, pitch) of one half of a state in shared memory. A row holds the keys of a value or, not
+    v_first, the values of a key; the pitch spreads what a warp reads at once over all banks."""
+    rows, row = (HALF, HEAD_DIM * size(kind)) if v_first else (HEAD_DIM, HALF * size(kind))
+    return rows, row, row + (32 if v_first and kind == "fp32" else 16)
+
+
+def image_bytes(kind, v_first):
+    """Shared memory that `fetch_state` fills."""
+    rows, _, pitch = image(kind, v_first)
+    return rows * pitch
+
+
+@cute.jit
+def fetch_state(target, full, source, half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr):
+    """Bulk copies of one half of the [V, K] (v_first) or [K, V] state at `source`, 16-byte aligned, into an image at
+    `target`; by a whole warp. Their bytes and one arrival complete the mbarrier `full`."""
+    rows, row, pitch = const_expr(image(kind, v_first))
+    source_pitch = const_expr(row if v_first else 2 * row)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, rows * row)
+    cute.arch.sync_warp()
+    lane = cute.arch.lane_idx()
+    source += half * (rows * row if v_first else row)
+    for i in cutlass.range_constexpr(rows // 32):
+        at = 32 * i + lane
+        ptx.bulk_load(target + at * pitch, source + at * source_pitch, Int32(row), full.toint())
+
+
+def _pairs(address, key_step, value_step):
     """For each pair of registers: (tensor, row, column) of its first value, addresses of both."""
-    size = dtype.width // 8
     tid = ptx.thread_index()
-    key_step, value_step = (size, HEAD_DIM * size) if v_first else (HEAD_DIM * size, size)
-    start = address + (half * HALF + 16 * (tid // 32) + tid % 32 // 4) * value_step + 2 * (tid % 4) * key_step
+    start = address + (16 * (tid // 32) + tid % 32 // 4) * value_step + 2 * (tid % 4) * key_step
     for j in range(16):
         for r in range(2):
             first = start + 8 * j * key_step + 8 * r * value_step
@@ -47,38 +78,37 @@ def _pairs(dtype, address, half, v_first):
 
 
 @cute.jit
-def load_state(address, half, dtype: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
-    """state = one half of the [V, K] (v_first) or [K, V] state at `address`; dtype None: zeros."""
-    if const_expr(dtype is None):
-        for part in state:
-            part.fill(0.0)
-    else:
-        for (part, row, column), first, second in _pairs(dtype, address, half, v_first):
-            if const_expr(v_first and dtype is Float32):
-                pair = ptx.ldg_v2_f32(first)
-            elif const_expr(v_first):
-                pair = ptx.unpack_bf16x2(ptx.ldg_b32(first))
-            elif const_expr(dtype is Float32):
-                pair = (ptx.ldg_f32(first), ptx.ldg_f32(second))
-            else:
-                pair = (ptx.ldg_bf16(first), ptx.ldg_bf16(second))
-            state[part][row, column], state[part][row + 1, column] = pair
+def load_state(address, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
+    """state = the image at `address`."""
+    pitch = const_expr(image(kind, v_first)[2])
+    steps = const_expr((size(kind), pitch) if v_first else (pitch, size(kind)))
+    for (part, row, column), first, second in _pairs(address, *steps):
+        if const_expr(v_first and kind == "fp32"):
+            pair = ptx.lds_v2_f32(first)
+        elif const_expr(v_first):
+            pair = ptx.unpack_bf16x2(ptx.lds_b32(first))
+        elif const_expr(kind == "fp32"):
+            pair = (ptx.lds_f32(first), ptx.lds_f32(second))
+        else:
+            pair = ptx.unpack_bf16x2(ptx.lds_b16(first) | (ptx.lds_b16(second) << 16))
+        state[part][row, column], state[part][row + 1, column] = pair
 
 
 @cute.jit
-def store_state(address, half, dtype: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
-    """The reverse of load_state; dtype None: nothing is written."""
-    if const_expr(dtype is not None):
-        for (part, row, column), first, second in _pairs(dtype, address, half, v_first):
-            low, high = state[part][row, column], state[part][row + 1, column]
-            if const_expr(v_first and dtype is Float32):
-                ptx.stg_v2_f32(first, low, high)
-            elif const_expr(v_first):
-                ptx.stg_b32(first, ptx.pack_bf16x2(low, high))
-            elif const_expr(dtype is Float32):
-                ptx.stg_f32(first, low)
-                ptx.stg_f32(second, high)
-            else:
-                words = ptx.pack_bf16x2(low, high)
-                ptx.stg_b16(first, words)
-                ptx.stg_b16(second, words >> 16)
+def store_state(address, half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
+    """One half of the [V, K] (v_first) or [K, V] state at `address` in global memory = state."""
+    row = const_expr(HEAD_DIM * size(kind))
+    steps = const_expr((size(kind), row) if v_first else (row, size(kind)))
+    for (part, row, column), first, second in _pairs(address + half * (HALF * steps[1]), *steps):
+        low, high = state[part][row, column], state[part][row + 1, column]
+        if const_expr(v_first and kind == "fp32"):
+            ptx.stg_v2_f32(first, low, high)
+        elif const_expr(v_first):
+            ptx.stg_b32(first, ptx.pack_bf16x2(low, high))
+        elif const_expr(kind == "fp32"):
+            ptx.stg_f32(first, low)
+            ptx.stg_f32(second, high)
+        else:
+            words = ptx.pack_bf16x2(low, high)
+            ptx.stg_b16(first, words)
+            ptx.stg_b16(second, words >> 16)

@@ -1,8 +1,6 @@
-"""What the 64-token kernels share: the record of the workspace, and which sequence, head and chunks a task covers.
+"""What a launch of the 64-token chain works on: which sequence, head and chunks a task covers, and where they lie.
 
-Slots: chunk c of sequence s has slot (cu_seqlens[s] >> 6) + s + c, without cu_seqlens s * ceil(seq_len / 64) + c. A
-launch covers slots [slot_begin, slot_end); the workspace holds one record per (head, slot) of that range,
-[head][slot].
+Where a sequence's chunks lie in the workspace: sequences.py. A launch covers slots [slot_begin, slot_end).
 """
 
 from dataclasses import dataclass
@@ -10,30 +8,33 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
-from . import ptx
-
-CHUNK = 64
-HEAD_DIM = 128
-HALF = HEAD_DIM // 2
-
-# Byte offsets and sizes of the images in a record: -W, Q, K_end, A, U (two halves of the value columns), decay.
-W_AT, Q_AT, K_END_AT, A_AT, U_AT, DECAY_AT = 0, 16384, 32768, 49152, 57344, 73728
-W_BYTES, Q_BYTES, K_END_BYTES, A_BYTES, U_BYTES, DECAY_BYTES = 16384, 16384, 16384, 8192, 8192, 512
-RECORD_BYTES = 74240
-O_BYTES = CHUNK * HALF * 2  # output of a chunk and half
-assert DECAY_AT + DECAY_BYTES == RECORD_BYTES and U_AT + 2 * U_BYTES == DECAY_AT
+from fla_kda_backend.kernels.shared import ptx, sequences
+from fla_kda_backend.kernels.shared.record64 import (
+    CHUNK,
+    EVERY,
+    FLAG_BYTES,
+    LOG2_CHUNK,
+    LOG2_EVERY,
+    RECORD_BYTES,
+    STATE_BYTES,
+)
 
 MAX_SORTED = 128  # up to so many sequences the longest goes first; more keep their order
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Run-time facts that all CTAs of a launch share."""
+    """Run-time facts that all CTAs of a launch share; see the kernel's parameters."""
 
+    initial_state: Int64
+    final_state: Int64
+    out: Int64
     cu_seqlens: Int64
     workspace: Int64
+    carry_in: Int64
+    carry_out: Int64
     order: Any  # shared memory for MAX_SORTED Int32
     seq_len: Int32
     num_seqs: Int32
@@ -44,14 +45,69 @@ class Problem:
     def ordered(self):
         return cute.make_tensor(self.order, cute.make_layout(MAX_SORTED))
 
+    def record(self, head, slot):
+        """Address of the record of (head, slot)."""
+        return self.workspace + self.number(head, slot) * RECORD_BYTES
+
+    def number(self, head, slot):
+        """Records before that of (head, slot)."""
+        return Int64(head) * (self.slot_end - self.slot_begin) + (slot - self.slot_begin)
+
+    def flag(self, head, slot, half):
+        """Address of a record's flag."""
+        return flag_address(self.workspace, self.heads, self.slot_end - self.slot_begin, head, slot - self.slot_begin) + 8 * half
+
+    def checkpoint(self, head, slot, half):
+        """Address of the state at the beginning of a chunk."""
+        slots = self.slot_end - self.slot_begin
+        per_head = (slots + (EVERY - 1)) >> LOG2_EVERY
+        place = (Int64(head) * per_head + (slot >> LOG2_EVERY)) * 2 + half
+        return flag_address(self.workspace, self.heads, slots, self.heads, 0) + place * STATE_BYTES
+
+
+def flag_address(workspace, heads, slots, head, slot):
+    """Address of the two flags of a record; slots and slot are counted from the launch's first."""
+    return workspace + Int64(heads) * slots * RECORD_BYTES + (Int64(head) * slots + slot) * FLAG_BYTES
+
+
+@cute.jit
+def clear_flags(workspace, heads, slots, head, slot):
+    """Clear the flags of a record, by one thread of the CTA that writes it: whatever the workspace held before, the
+    chain, which waits for all of them, finds only zeros."""
+    ptx.stg_words(flag_address(workspace, heads, slots, head, slot), [Int32(0)] * 4)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A stretch of one sequence, head and half of the value columns that one CTA works through."""
+
+    seq: Int32
+    head: Int32
+    half: Int32
+    begin: Int32  # first token of the sequence
+    length: Int32  # of the sequence, in tokens
+    slot: Int32  # of the sequence's chunk 0
+    first: Int32  # first chunk of the stretch
+    plain: Int32  # links without outputs, which come first
+    links: Int32  # links with outputs
+    empty: Boolean  # a sequence without tokens, whose states this CTA copies
+    ends: Boolean  # the state after the last link is the final one
+
+    @cute.jit
+    def starts(self):
+        """Whether the sequence's initial state is needed."""
+        return self.empty or (self.first == 0 and self.links > 0)
+
 
 class TaskList:
     """Deals the tasks (sequence, head, half of the value columns) of a launch out to its CTAs; a kernel inherits it.
 
-    cu_dtype: type of cu_seqlens, Int32 or Int64; None: sequences of equal length.
+    cu_dtype: type of cu_seqlens, "int32" or "int64"; None: sequences of equal length. segmented: the launch may cover
+    only some of the call's slots.
     """
 
     cu_dtype = None
+    segmented = True
 
     @cute.jit
     def sort(self, p, tid, scratch):
@@ -62,8 +118,7 @@ class TaskList:
                 lengths = cute.make_tensor(scratch, cute.make_layout(MAX_SORTED))
                 mine = Int32(0)
                 if tid < p.num_seqs:
-                    begin, end = self.bounds(p, tid)
-                    mine = end - begin
+                    _, mine, _ = sequences.sequence(tid, p.cu_seqlens, p.seq_len, LOG2_CHUNK, self.cu_dtype)
                     lengths[tid] = mine
                 cute.arch.sync_threads()
                 if tid < p.num_seqs:
@@ -73,6 +128,15 @@ class TaskList:
                         if theirs > mine or (theirs == mine and other < tid):
                             rank += 1
                     p.ordered()[rank] = tid
+
+    @cute.jit
+    def of_rank(self, p, rank):
+        """The sequence of that rank."""
+        seq = rank
+        if const_expr(self.cu_dtype is not None):
+            if p.num_seqs <= MAX_SORTED:
+                seq = p.ordered()[rank]
+        return seq
 
     @cute.jit
     def rounds(self, p):
@@ -94,39 +158,39 @@ class TaskList:
             index = turn * grid + grid - 1 - bid
         pair = index // 2
         rank = pair // p.heads
-        seq = rank
-        if rank >= p.num_seqs:
-            seq = Int32(-1)
-        elif const_expr(self.cu_dtype is not None):
-            if p.num_seqs <= MAX_SORTED:
-                seq = p.ordered()[rank]
+        seq = Int32(-1)
+        if rank < p.num_seqs:
+            seq = self.of_rank(p, rank)
         return seq, pair % p.heads, index % 2
 
     @cute.jit
-    def bounds(self, p, seq):
-        """(first token, first token of the next sequence); 0, 0 for sequence -1. Fewer than 2^31 tokens in all."""
-        begin, end = Int32(0), Int32(0)
-        if seq >= 0:
-            if const_expr(self.cu_dtype is None):
-                begin = seq * p.seq_len
-                end = begin + p.seq_len
-            else:
-                begin = ptx.ldg_nc_b32(p.cu_seqlens + Int64(seq) * self.cu_dtype.width // 8)  # the low word of an Int64
-                end = ptx.ldg_nc_b32(p.cu_seqlens + Int64(seq + 1) * self.cu_dtype.width // 8)
-        return begin, end
+    def entries(self, p, task):
+        """What `item` needs of memory."""
+        return sequences.entries(task[0], p.cu_seqlens, self.cu_dtype)
 
     @cute.jit
-    def span(self, p, seq, begin, end):
-        """(slot of chunk 0, first chunk and number of chunks in this launch)."""
-        chunks = (end - begin + CHUNK - 1) // CHUNK
-        slot = begin // CHUNK + seq
+    def item_now(self, p, turn):
+        task = self.task(p, turn)
+        return self.item(p, task, self.entries(p, task))
+
+    @cute.jit
+    def place(self, p, seq, entries):
+        """First token, length, slot of chunk 0 and number of chunks of a sequence; for sequence -1 the last is 0."""
+        begin, length, slot = sequences.placed(seq, entries, p.seq_len, LOG2_CHUNK, self.cu_dtype)
+        chunks = (length + (CHUNK - 1)) >> LOG2_CHUNK
         if const_expr(self.cu_dtype is None):
-            slot = seq * chunks
-        first = cutlass.max(p.slot_begin - slot, Int32(0))
-        links = cutlass.max(cutlass.min(p.slot_end - slot, chunks) - first, Int32(0))
-        return slot, first, links
+            if seq < 0:
+                chunks = Int32(0)
+        return begin, length, slot, chunks
 
     @cute.jit
-    def record(self, p, head, slot):
-        """Address of the record of (head, slot)."""
-        return p.workspace + (Int64(head) * (p.slot_end - p.slot_begin) + (slot - p.slot_begin)) * RECORD_BYTES
+    def item(self, p, task, entries):
+        seq, head, half = task
+        begin, length, slot, chunks = self.place(p, seq, entries)
+        first, links = Int32(0), chunks
+        empty = length == 0 and seq >= 0
+        if const_expr(self.segmented):
+            first = cutlass.max(p.slot_begin - slot, Int32(0))
+            links = cutlass.max(cutlass.min(p.slot_end - slot, chunks) - first, Int32(0))
+            empty = empty and slot >= p.slot_begin and slot < p.slot_end
+        return Item(seq, head, half, begin, length, slot, first, Int32(0), links, empty, first + links == chunks)

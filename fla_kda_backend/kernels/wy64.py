@@ -1,0 +1,42 @@
+"""The two launches of a 64-token call on SM90: prepare, then the chain, which begins while prepare drains.
+
+Only the chain is launched with programmatic overlap, and only what touches the workspace waits for prepare. That is
+enough because prepare itself starts after everything before it has finished (the last segment's chain included), and
+because every CTA of the chain has a loader that waits, also where it has no chunk: the chain never ends before prepare.
+"""
+
+import cutlass.cute as cute
+
+from fla_kda_backend.kernels.chain_replay_wy64 import ChainReplayWY64
+from fla_kda_backend.kernels.chain_wy64 import ChainWY64
+from fla_kda_backend.kernels.prepare_wy64 import PrepareWY64
+
+
+class WY64:
+    """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments.
+
+    Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
+    """
+
+    arguments = "l" * 14 + "f" * 2 + "i" * 5  # Int64 addresses, Float32, Int32
+
+    def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
+                 max_ctas=132):  # fmt: skip
+        options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, max_ctas=max_ctas)
+        if replay and segmented:
+            raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
+        self.prepare = PrepareWY64(cu_dtype)
+        self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
+
+    def smem_bytes(self):
+        """Dynamic shared memory of each kernel."""
+        return {type(kernel).__name__: kernel.smem_bytes for kernel in (self.prepare, self.chain)}
+
+    @cute.jit
+    def __call__(self, q, k, v, g, beta, a_log, dt_bias, initial_state, final_state, out, cu_seqlens, workspace, carry_in,
+                 carry_out, scale, gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
+        """Addresses are Int64, scale and gate_scale Float32, counts Int32."""
+        self.prepare(q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
+                     heads, slot_begin, slot_end, stream)  # fmt: skip
+        self.chain(initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs, heads,
+                   slot_begin, slot_end, stream)  # fmt: skip

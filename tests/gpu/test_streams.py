@@ -1,0 +1,126 @@
+"""Streams, CUDA graphs, and the host: nothing waits for the GPU."""
+
+import statistics
+import time
+
+import pytest
+import torch
+from gpu import specs
+from gpu.launching import expected, fwd_of, outputs, plan_of, run, same, sequences_of
+from kda_inputs import TOKEN_AXIS, chunk_kda_arguments, random_inputs
+
+from fla_kda_backend import op
+from fla_kda_backend.call import parse
+
+pytestmark = pytest.mark.gpu
+SECOND = 2_000_000_000  # cycles that torch.cuda._sleep takes for about a second
+
+
+def run_call(inputs, arithmetic="robust"):
+    """As the backend does; one plan whatever the GPU."""
+    return op.run(parse((), chunk_kda_arguments(inputs)), plan_of(arithmetic, 32, sequences_of(inputs), inputs["q"].shape[2]))
+
+
+def test_two_streams(device):
+    cases = [random_inputs(tokens, 2, seed=seed, device=device) for seed, tokens in enumerate((700, 2000))]
+    references = [run_call(inputs) for inputs in cases]
+    streams = [torch.cuda.Stream(device) for _ in cases]
+    torch.cuda.synchronize(device)
+    results = []
+    for _ in range(20):
+        for inputs, stream in zip(cases, streams):
+            with torch.cuda.stream(stream):
+                results.append(run_call(inputs))
+    torch.cuda.synchronize(device)
+    assert all(same(result, references[n % 2]) for n, result in enumerate(results))
+
+
+def test_work_is_on_the_current_stream(device):
+    """Inputs that another kernel of the same stream is still to write are waited for."""
+    inputs = random_inputs(300, 2, device=device)
+    reference = run_call(inputs)
+    late = {name: torch.zeros_like(inputs[name]) for name in TOKEN_AXIS}
+    stream = torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SECOND // 20)
+        for name, x in late.items():
+            x.copy_(inputs[name])
+        result = run_call(inputs | late)
+        for x in late.values():
+            x.zero_()  # and what follows waits for the call
+    torch.cuda.synchronize(device)
+    assert same(result, reference)
+
+
+@pytest.mark.parametrize("arithmetic", specs.SETTINGS)
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 40, 40, 200, 331]])
+def test_replay_with_changed_inputs(arithmetic, cu_seqlens, device):
+    inputs = random_inputs(331, 2, cu_seqlens=cu_seqlens, cu_dtype=torch.int32, device=device)
+    other_offsets = None if cu_seqlens is None else [0, 0, 17, 300, 331]
+    other = random_inputs(331, 2, cu_seqlens=other_offsets, cu_dtype=torch.int32, seed=1, device=device)
+    references = [run_call(case, arithmetic) for case in (inputs, other)]
+    # scale and lower_bound are launch arguments, recorded with the graph; what tensors hold is read at each replay
+    static = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run_call(static, arithmetic)
+    for case, reference in zip((inputs, other, inputs), (*references, references[0])):
+        for name, x in static.items():
+            if isinstance(x, torch.Tensor):
+                x.copy_(case[name])
+        for x in result:
+            x.fill_(float("nan"))
+        graph.replay()
+        assert same(result, reference)
+
+
+@pytest.mark.parametrize("cu_dtype", [torch.int32, torch.int64])
+def test_no_call_waits_for_the_gpu(cu_dtype, device):
+    inputs = random_inputs(331, 2, cu_seqlens=[0, 40, 331], cu_dtype=cu_dtype, device=device)
+    for warm_up in (run_call, fwd_of):
+        warm_up(inputs)
+    out, state = outputs(inputs)
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(SECOND)
+        begin = time.perf_counter()
+        run_call(inputs)
+        op.fwd(**inputs, out=out, final_state=state)
+        took = time.perf_counter() - begin
+        busy = not torch.cuda.current_stream(device).query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize(device)
+    assert busy and took < 0.2
+    assert same((out, state), expected(inputs))
+
+
+def test_host_time(device, record_property):
+    inputs = random_inputs(64, 2, device=device)
+    call = parse((), chunk_kda_arguments(inputs))
+    plan = plan_of("robust", 32, 1, 2)
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize(device)
+        for _ in range(50):
+            begin = time.perf_counter()
+            op.run(call, plan)
+            times.append(time.perf_counter() - begin)
+    host_us = statistics.median(times) * 1e6
+    record_property("host_us", host_us)
+    print(f"\nop.run: {host_us:.1f} us of host time")
+    assert host_us < 120  # the aim is 60 with FLA's dispatch; this bound only catches a trace or a sync
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_device_is_that_of_the_tensors(device):
+    inputs = random_inputs(100, 2, device=device)
+    reference = run(inputs)
+    other = next(i for i in range(torch.cuda.device_count()) if i != device.index)
+    moved = {name: x.to(other) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    with torch.cuda.device(device):
+        found = run(moved)
+        assert torch.cuda.current_device() == device.index
+    assert found[0].device.index == other and same([x.to(device) for x in found], reference)
