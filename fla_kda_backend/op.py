@@ -4,24 +4,27 @@ import torch
 
 from .compiling.library import launcher
 from .compiling.spec import ARCHS, KernelSpec
-from .kernels.shared import record16
+from .kernels.shared import record16, record64
 from .planning import Plan, column_split
 
 DIM = 128
 LOG2E = 1.4426950408889634
-WORKSPACE_LIMIT = 1 << 30  # bytes; a call that would need more runs in segments of the time axis
+WORKSPACE_LIMIT = 1 << 31  # bytes; a call that would need more runs in segments of the time axis
+RECORDS = {"column_split": record16, "wy64": record64}  # layout of each family's workspace
 STATE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CU_NAMES = {torch.int32: "int32", torch.int64: "int64"}
 
 
-def workspace_bytes(tokens, num_sequences, heads, seq_len=None):
-    """Bytes of workspace that a call of the 16-token kernels allocates.
+def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_split"):
+    """Bytes of workspace that a call allocates.
 
-    tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). One record of 13,888 bytes for
-    each 16-token chunk and head, at most WORKSPACE_LIMIT bytes, or one chunk of every head where that is more.
+    tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). "column_split": a record of
+    13,888 bytes for each 16-token chunk and head; "wy64": 74,256 bytes for each 64-token chunk and head, and with few
+    heads 65,536 more for every 16th. At most WORKSPACE_LIMIT, or one chunk of every head where that is more.
     """
-    slots = record16.slots(tokens, num_sequences, seq_len)
-    return _slots_a_segment(slots, heads) * heads * record16.RECORD_BYTES
+    record = RECORDS[kernel]
+    slots = record.slots(tokens, num_sequences, seq_len)
+    return record.workspace_bytes(_slots_a_segment(record, slots, heads), heads)
 
 
 def run(call, plan):
@@ -124,13 +127,14 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
 
 # ---- launch --------------------------------------------------------------------------------------------------------
 def _aligned(x):
-    """x contiguous and 16-byte aligned, as the kernels' vector loads need it; a copy where it is not."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    """x contiguous and 16-byte aligned, as the kernels' vector accesses need it; a copy where it is not."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def _slots_a_segment(slots, heads):
-    return max(1, min(slots, WORKSPACE_LIMIT // (heads * record16.RECORD_BYTES)))
+def _slots_a_segment(record, slots, heads):
+    return max(1, min(slots, WORKSPACE_LIMIT // record.workspace_bytes(1, heads)))
 
 
 def _launch(
@@ -139,12 +143,13 @@ def _launch(
     batch, length, heads, _ = q.shape
     device = q.device
     num_sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    slots = record16.slots(batch * length, num_sequences, length if cu_seqlens is None else None)
+    record = RECORDS[plan.kernel]
+    slots = record.slots(batch * length, num_sequences, length if cu_seqlens is None else None)
     if slots == 0 or heads == 0:  # no token and no packed sequence: nothing to launch
         if final_state is not None:
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         return
-    segment = _slots_a_segment(slots, heads)
+    segment = _slots_a_segment(record, slots, heads)
     segmented = segment < slots
     options = (
         *plan.options,
@@ -153,29 +158,44 @@ def _launch(
         ("initial", None if initial_state is None else STATE_NAMES[initial_state.dtype]),
         ("segmented", segmented),
     )
-    launch = launcher(_spec(plan.kernel, torch.cuda.get_device_capability(device), options))
+    spec = _specs.get((plan.kernel, device.index, options)) or _spec(plan.kernel, device, options)
+    launch = launcher(spec)
+    replay = ("replay", True) in spec.options
 
-    q, k, v, g, beta = map(_aligned, (q, k, v, g, beta))
-    A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-    workspace = torch.empty(segment * heads * record16.RECORD_BYTES, dtype=torch.uint8, device=device)
-    carry = torch.empty((2, heads, DIM, DIM), dtype=torch.float32, device=device) if segmented else None
-    carries = (0, 0) if carry is None else (carry[0].data_ptr(), carry[1].data_ptr())
-    addresses = [
-        0 if x is None else x.data_ptr()
-        for x in (q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, out, cu_seqlens, workspace)
-    ]
-    gate_scale = float(lower_bound) * LOG2E
     with _on(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
+        tensors = [_aligned(x) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state)]
+        tensors += (final_state, out, _aligned(cu_seqlens))
+        size = record.workspace_bytes(segment, heads, replay) if replay else record.workspace_bytes(segment, heads)
+        tensors.append(torch.empty(size, dtype=torch.uint8, device=device))
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        carries = (0, 0)
+        if segmented:
+            carry = torch.empty((2, heads, DIM, DIM), dtype=torch.float32, device=device)
+            carries = (carry[0].data_ptr(), carry[1].data_ptr())
+        scales = float(scale), float(lower_bound) * LOG2E
+        stream = _stream(device)
         for number, begin in enumerate(range(0, slots, segment)):
-            end = min(begin + segment, slots)
             carry_in, carry_out = carries[number % 2], carries[(number + 1) % 2]
-            launch(*addresses, carry_in, carry_out, float(scale), gate_scale, length, num_sequences, heads, begin, end,
-                   stream)  # fmt: skip
+            end = min(begin + segment, slots)
+            launch(*addresses, carry_in, carry_out, *scales, length, num_sequences, heads, begin, end, stream)
+
+
+_specs: dict[tuple, KernelSpec] = {}
+
+
+def _spec(kernel, device, options):
+    """The spec of a variant on a device; segments exclude replay, whose checkpoints lie in one launch."""
+    chosen = dict(options)
+    if chosen["segmented"] and chosen.get("replay"):
+        chosen["replay"] = False
+    spec = KernelSpec.of(kernel, ARCHS[torch.cuda.get_device_capability(device)], **chosen)
+    _specs[kernel, device.index, options] = spec
+    return spec
+
+
+def _stream(device):
+    """Handle of torch's current stream on `device`."""
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 class _Here:
@@ -192,14 +212,3 @@ _HERE = _Here()
 def _on(device):
     """Make `device` the current one; free where it is already."""
     return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
-
-
-_specs = {}
-
-
-def _spec(kernel, capability, options):
-    key = (kernel, capability, options)
-    spec = _specs.get(key)
-    if spec is None:
-        spec = _specs[key] = KernelSpec.of(kernel, ARCHS[capability], **dict(options))
-    return spec

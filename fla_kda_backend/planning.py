@@ -4,12 +4,15 @@ from typing import NamedTuple
 
 BV_CHOICES = (32, 64, 128)
 V_DIM = 128
+WGMMA_CAPABILITY = (9, 0)  # the only one whose tensor cores have the instructions of the 64-token kernels
+REPLAY_TASKS = 40  # of 132 SMs; measured on an H200 at 8,192 tokens: 40 tasks 83 against 93 us, 48 tasks 91 against 95
+REPLAY_TOKENS = 2048  # a sequence, on average; measured: 2,048 tokens 22 against 26 us, 1,024 tokens no difference
 
 
 class Plan(NamedTuple):
     """`kernel` and `options` name the compiled variant, `grid` its recurrence's CTAs; `reason`: why should_run is False."""
 
-    kernel: str  # "column_split"
+    kernel: str  # "column_split" or "wy64"
     options: tuple[tuple[str, object], ...]  # compile-time options that depend on shapes and mode
     grid: int
     should_run: bool = True
@@ -23,7 +26,19 @@ class Plan(NamedTuple):
 
 def plan(call, facts):
     """The Plan of an eligible call."""
-    return column_split("exact" if facts.mode == "exact" else "robust", call.num_sequences, call.heads, facts.sm_count)
+    if facts.mode == "exact":
+        return column_split("exact", call.num_sequences, call.heads, facts.sm_count)
+    if facts.capability == WGMMA_CAPABILITY:
+        return wy64(call.tokens, call.num_sequences, call.heads, facts.sm_count)
+    return column_split("robust", call.num_sequences, call.heads, facts.sm_count)
+
+
+def wy64(tokens, num_sequences, heads, sm_count):
+    """The 64-token kernels: half of the value columns a task; replay where many SMs would idle beside long chains."""
+    tasks = 2 * num_sequences * heads
+    replay = 0 < tasks <= REPLAY_TASKS * sm_count // 132 and tokens // num_sequences >= REPLAY_TOKENS
+    grid = max(sm_count, 2 * tasks) if replay else min(tasks, sm_count)
+    return Plan("wy64", (("max_ctas", sm_count), ("replay", replay)), grid)
 
 
 def column_split(arithmetic, num_sequences, heads, sm_count):

@@ -8,14 +8,14 @@ import ctypes
 import types
 
 import torch
+from kda_inputs import ROBUST
 
 from fla_kda_backend import op
 from fla_kda_backend.compiling import ARCHS
 from fla_kda_backend.reference import exact
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
-ROBUST = {"inverse": "substitution", "state_dtype": torch.float32, "k_end_rounded_once": True}
-CHUNK = exact.CHUNK
+CHUNK, LOG2_E = exact.CHUNK, exact.LOG2_E
 
 
 def at(address, shape, dtype):
@@ -73,7 +73,7 @@ def launch(spec, q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, o
         here = slice(first + CHUNK * (low - base), min(first + CHUNK * (high - base), end))
         if high > low:
             out[:, here], state = exact.forward(
-                *(x[:, here] for x in (q, k, v, g, beta)), scale, A_log, dt_bias, round(gate_scale / op.LOG2E, 12), state,
+                *(x[:, here] for x in (q, k, v, g, beta)), scale, A_log, dt_bias, round(gate_scale / LOG2_E, 12), state,
                 **settings,
             )  # fmt: skip
         if last > slot_end:

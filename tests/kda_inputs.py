@@ -9,7 +9,8 @@ import torch
 
 TOKEN_AXIS = ("q", "k", "v", "g", "beta")
 FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate", "state_v_first")
-REGIMES = ("normal", "saturated", "slow", "correlated", "repeated")
+ROBUST = {"inverse": "substitution", "state_dtype": torch.float32, "k_end_rounded_once": True}  # for exact.forward
+REGIMES = ("normal", "saturated", "slow", "correlated", "repeated", "alternating")
 
 
 def seed_of(*case):
@@ -67,6 +68,10 @@ def regime(name, tokens, heads=2, device="cpu", seed=0):
         g = torch.full_like(g, 12.0)
     elif name == "slow":
         g = g - 6
+    elif name == "alternating":  # even and odd channels take turns, 8 tokens each, at hardly decaying; two of them stand out
+        turn = torch.arange(tokens, device=device)[:, None, None] // 8 % 2 == torch.arange(128, device=device) % 2
+        g = torch.where(turn, g - 12, g + 12)
+        q[..., :2], k[..., :2] = 6 * q[..., :2], 6 * k[..., :2]
     elif name in ("correlated", "repeated"):  # hardly any decay, so that what keys have in common adds up
         g, A_log, dt_bias = torch.full_like(g, -12.0), torch.zeros_like(A_log), torch.zeros_like(dt_bias)
         k = k[:, :1] + (0.05 * k if name == "correlated" else torch.zeros_like(k))

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from .. import __version__
 
-FAMILIES = {"column_split": ("fla_kda_backend.kernels.column_split", "ColumnSplit")}  # module and class of the kernel
+FAMILIES = {  # module and class of the kernel
+    "column_split": ("fla_kda_backend.kernels.column_split", "ColumnSplit"),
+    "wy64": ("fla_kda_backend.kernels.wy64", "WY64"),
+}
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}  # by compute capability
 
 

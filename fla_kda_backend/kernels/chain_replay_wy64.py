@@ -27,7 +27,7 @@ from fla_kda_backend.kernels.shared.chain_fragments import K_MAJOR, MN_MAJOR, QK
 from fla_kda_backend.kernels.shared.record64 import CHUNK, EVERY, FLAG_BYTES, K_END_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
 from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Item
 
-PAUSE = (32, 256)  # ns, of a waiting thread: the first and the longest
+PAUSE = (32, 128)  # ns, of a waiting thread: the first and the longest
 SPINE = -1  # its segment number
 
 

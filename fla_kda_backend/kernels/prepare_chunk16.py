@@ -122,11 +122,7 @@ class PrepareChunk16:
         """Zero this slot's share of the output rows that no sequence covers: tokens 16*slot to 16*slot + 15."""
         thread, _, _ = cute.arch.thread_idx()
         first, end = sequences.span(num_seqs, cu_seqlens, self.cu_dtype)
-        for i in cutlass.range_constexpr(2):
-            row = slot * CHUNK + thread // 16 + 8 * i
-            if row < tokens and (row < first or row >= end):
-                at = (Int64(row) * Int64(heads) + Int64(head)) * ROW_BYTES + Int64(thread % 16) * 16
-                ptx.stg_words(out + at, [Int32(0)] * 4)
+        sequences.clear_rows(out, slot * CHUNK, CHUNK, first, end, tokens, head, heads, thread, self.threads)
 
     @cute.jit
     def chunk(self, q, k, g, beta, a_log, dt_bias, record, smem, scale, gate_scale, token, rows, head, heads):
@@ -264,15 +260,16 @@ class PrepareChunk16:
         """Replace q^ by q_start and k^ by k_inv, write k_start; returns the words that k_end is made of: k_inv, or k^."""
         kept = cute.make_rmem_tensor((8,), Int32)
         factor = ptx.pack_bf16x2(scale, scale)
+        product = self.product_bf16x2
         for i in cutlass.range_constexpr(8):
             at = self.word(pair, half, i)
             grow = ptx.pack_bf16x2(ptx.ex2(c[i, 0]), ptx.ex2(c[i, 1]))
             shrink = ptx.pack_bf16x2(ptx.ex2(-c[i, 0]), ptx.ex2(-c[i, 1]))
             k_hat = ptx.lds_b32(smem + self.k_inv + at)
             q_hat = ptx.lds_b32(smem + Q_START + at)
-            k_inv = ptx.mul_bf16x2(k_hat, shrink)
-            ptx.sts_b32(smem + K_START + at, ptx.mul_bf16x2(k_hat, grow))
-            ptx.sts_b32(smem + Q_START + at, ptx.mul_bf16x2(ptx.mul_bf16x2(q_hat, grow), factor))
+            k_inv = product(k_hat, shrink)
+            ptx.sts_b32(smem + K_START + at, product(k_hat, grow))
+            ptx.sts_b32(smem + Q_START + at, product(product(q_hat, grow), factor))
             ptx.sts_b32(smem + self.k_inv + at, k_inv)
             kept[i] = k_hat if self.robust else k_inv
         return kept
@@ -283,7 +280,7 @@ class PrepareChunk16:
         where = smem + self.decay_of(pair)
         decay = ptx.pack_bf16x2(ptx.lds_f32(where), ptx.lds_f32(where + 64))
         for i in cutlass.range_constexpr(8):
-            ptx.sts_b32(smem + K_END + self.word(pair, half, i), ptx.mul_bf16x2(k_inv[i], decay))
+            ptx.sts_b32(smem + K_END + self.word(pair, half, i), self.product_bf16x2(k_inv[i], decay))
 
     @cute.jit
     def end_rows_robust(self, k_hat, c, smem, pair, half):
@@ -293,6 +290,10 @@ class PrepareChunk16:
             k = ptx.unpack_bf16x2(k_hat[i])
             rest = [k[j] * ptx.ex2(total[j] - c[i, j]) for j in range(2)]
             ptx.sts_b32(smem + K_END + self.word(pair, half, i), ptx.pack_bf16x2(rest[0], rest[1]))
+
+    def product_bf16x2(self, a, b):
+        """bf16(a * b); FlashKDA multiplies in fp32 with denormals flushed."""
+        return ptx.mul_bf16x2(a, b) if self.robust else ptx.mul_bf16x2_ftz(a, b)
 
     def decay_of(self, pair):
         """Byte offset of the decay of channel 2*pair in the record; that of channel 2*pair + 1 is 64 bytes on."""

@@ -66,6 +66,10 @@ class RecurrenceSplit:
         self.bv, self.warps, self.stages, self.ctas_per_sm = bv, warps, stages, ctas_per_sm
         self.initial, self.final, self.cu_dtype, self.segmented = initial, final, cu_dtype, segmented
         self.robust = arithmetic == "robust"
+        # FlashKDA's bf16 sums and products go through fp32 with denormals flushed
+        packed = (ptx.add_bf16x2, ptx.sub_bf16x2, ptx.mul_bf16x2)
+        flushed = (ptx.add_bf16x2_ftz, ptx.sub_bf16x2_ftz, ptx.mul_bf16x2_ftz)
+        self.add, self.subtract, self.multiply = packed if self.robust else flushed
         self.tiles = bv // (8 * warps)
         self.threads = 32 * (warps + 1)
         self.v_row = 2 * bv + 16  # padded: the rows that a warp reads together fall into different banks
@@ -127,7 +131,7 @@ class RecurrenceSplit:
                 for stage in cutlass.range_constexpr(self.stages):
                     # the bulk copy's announcement and one cp.async arrival for each lane of the loader warp
                     cute.arch.mbarrier_init(full + stage, 1 + 32)
-                    cute.arch.mbarrier_init(empty + stage, self.warps)
+                    cute.arch.mbarrier_init(empty + stage, 32 * self.warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -236,8 +240,8 @@ class RecurrenceSplit:
             for j in cutlass.range_constexpr(self.tiles):
                 u = []
                 for r in cutlass.range_constexpr(2):
-                    difference = ptx.sub_bf16x2(v[r][j], ptx.pack_bf16x2(p[j][2 * r], p[j][2 * r + 1]))
-                    u.append(ptx.movmatrix(ptx.mul_bf16x2(difference, beta[r])))
+                    difference = self.subtract(v[r][j], ptx.pack_bf16x2(p[j][2 * r], p[j][2 * r + 1]))
+                    u.append(ptx.movmatrix(self.multiply(difference, beta[r])))
                 c = ptx.mma_bf16(inverse, u, [zero] * 4)
                 update.append([ptx.movmatrix(ptx.pack_bf16x2(c[2 * r], c[2 * r + 1])) for r in range(2)])
             for block in cutlass.range_constexpr(8):
@@ -250,12 +254,10 @@ class RecurrenceSplit:
             for j in cutlass.range_constexpr(self.tiles):
                 c = ptx.mma_bf16(scores, update[j], [zero] * 4)
                 for r in cutlass.range_constexpr(2):
-                    result[r][j] = ptx.add_bf16x2(
+                    result[r][j] = self.add(
                         ptx.pack_bf16x2(o[j][2 * r], o[j][2 * r + 1]), ptx.pack_bf16x2(c[2 * r], c[2 * r + 1])
                     )
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + stage)
+            cute.arch.mbarrier_arrive(empty + stage)  # by every lane: no lane's reads hang on another's arrival
             for r in cutlass.range_constexpr(2):
                 if g + 8 * r < rows:
                     ptx.stg_words(out + Int64(g + 8 * r) * row_stride, result[r])

@@ -1,6 +1,6 @@
 """Compile kernels for one architecture and say what is in them.
 
-    python compile_matrix.py ARCH OPTIONS.json REPORT.json
+    python compile_matrix.py FAMILY ARCH OPTIONS.json REPORT.json
 
 A process of its own for each architecture, because the DSL takes its target at import. The disassemblers are Triton's.
 """
@@ -34,7 +34,7 @@ def report(spec):
     for function, registers, stack in re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", usage):
         kernels[class_of(function)] = {"registers": int(registers), "stack": int(stack)}
     for section in re.split(r"^\s*\.section\s+\.text\.", sass, flags=re.M)[1:]:
-        opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", section, flags=re.M)
+        opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?((?:WARPGROUP\.)?[A-Z][A-Z0-9]*)", section, flags=re.M)
         kernels[class_of(section.split(",")[0])]["sass"] = Counter(opcodes)
     for name, body in re.findall(r"\.entry (\w+)\((.*?)^}", artifact.ptx, flags=re.M | re.S):
         kernels[class_of(name)]["fenced"] = bool(re.search(FENCED_STORE, body, re.S))
@@ -46,7 +46,7 @@ def report(spec):
 
 def class_of(function):
     """The kernel's class, from the name that the DSL gives its function."""
-    return re.search(r"(PrepareChunk16|RecurrenceSplit)_object_at", function)[1]
+    return re.search(r"(PrepareChunk16|RecurrenceSplit|PrepareWY64|Chain(?:Replay)?WY64)_object_at", function)[1]
 
 
 def disassembler(tool, *arguments):
@@ -56,12 +56,12 @@ def disassembler(tool, *arguments):
     return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def main(arch, options_file, report_file):
+def main(family, arch, options_file, report_file):
     os.environ["CUTE_DSL_ARCH"] = arch
     from fla_kda_backend.compiling import KernelSpec
 
     options = json.loads(Path(options_file).read_text())
-    Path(report_file).write_text(json.dumps([report(KernelSpec.of("column_split", arch, **one)) for one in options]))
+    Path(report_file).write_text(json.dumps([report(KernelSpec.of(family, arch, **one)) for one in options]))
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ def empty_library(monkeypatch, tmp_path):
     """A process that has loaded nothing, with a cache directory of its own."""
     monkeypatch.setattr(library, "_functions", {})
     monkeypatch.setattr(library, "_sources", {})
+    monkeypatch.setattr(library, "_failures", {})
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o755)
     monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", str(folder))
@@ -176,14 +177,25 @@ def test_threads_compile_a_kernel_once(empty_library, built):
     assert built == [variant()]
 
 
-def test_a_failed_compilation_is_tried_again(empty_library, built, monkeypatch):
+def test_a_failed_compilation_is_not_tried_again(empty_library, built, monkeypatch):
+    """A compilation takes seconds, and every call that falls back would pay for it."""
+    tried = []
+
+    def fail(spec, keep=True):
+        tried.append(spec)
+        raise OSError("no compiler here")
+
     working = builder.build
-    monkeypatch.setattr(builder, "build", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    monkeypatch.setattr(builder, "build", fail)
+    with pytest.raises(OSError):
         library.launcher(variant())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{re.escape(str(variant()))} could not be compiled: no compiler here"):
+            library.launcher(variant())
+    assert tried == [variant()] and library.loaded() == {}
     monkeypatch.setattr(builder, "build", working)
-    library.launcher(variant())
-    assert built == [variant()]
+    library.launcher(variant(bv=64))  # nothing is wrong with the others
+    assert built == [variant(bv=64)]
 
 
 def test_a_process_compiles_for_one_architecture(monkeypatch):

@@ -1,13 +1,9 @@
 """What the compiler makes of every kind of variant on every architecture; needs the DSL, no GPU."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import compiling
 import pytest
 
 from fla_kda_backend import planning
@@ -25,31 +21,22 @@ PLANS = [(arithmetic, bv) for arithmetic in ("exact", "robust") for bv in planni
 STATES = (None, "fp32", "bf16")
 
 
-def pairwise():
-    """Few variants in which every value of an option meets every value of every other; robust takes no bf16 states."""
+def variants():
+    """Every value of an option meets every value of every other; robust takes no bf16 states."""
     names = ("plan", "initial", "final", "cu_dtype", "segmented")
     candidates = [
         row
         for row in itertools.product(PLANS, STATES, STATES, (None, "int32", "int64"), (False, True))
         if row[0][0] == "exact" or "bf16" not in row
     ]
-
-    def pairs(row):
-        return set(itertools.combinations(enumerate(row), 2))
-
-    missing = set().union(*map(pairs, candidates))
-    chosen = []
-    while missing:
-        best = max(candidates, key=lambda row: len(pairs(row) & missing))
-        missing -= pairs(best)
-        chosen.append(dict(zip(names, best)))
+    chosen = [dict(zip(names, row)) for row in compiling.pairwise(candidates)]
     for options in chosen:
         arithmetic, bv = options.pop("plan")
         options.update(arithmetic=arithmetic, bv=bv, warps=planning.warps(arithmetic, bv))
     return chosen
 
 
-VARIANTS = pairwise()
+VARIANTS = variants()
 
 
 def label(options):
@@ -61,19 +48,9 @@ def label(options):
 def reports(tmp_path_factory):
     """arch -> one report for each of VARIANTS."""
     folder = tmp_path_factory.mktemp("compile")
-    (folder / "options.json").write_text(json.dumps(VARIANTS))
-
-    def compile_for(arch):
-        target = folder / f"{arch}.json"
-        script = Path(__file__).parent / "compile_matrix.py"
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, script, arch, folder / "options.json", target]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(target.read_text())
-
     with ThreadPoolExecutor(2) as two_at_a_time:
-        return dict(zip(SMEM_LIMIT, two_at_a_time.map(compile_for, SMEM_LIMIT)))
+        made = two_at_a_time.map(lambda arch: compiling.reports("column_split", arch, VARIANTS, folder), SMEM_LIMIT)
+        return dict(zip(SMEM_LIMIT, made))
 
 
 def test_every_architecture_is_compiled_for():

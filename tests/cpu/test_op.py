@@ -136,7 +136,7 @@ def run(inputs, *, arithmetic="exact", final=fp32):
 
 
 def expected(inputs, arithmetic="exact"):
-    return exact.forward(**inputs, **(emulated_launch.ROBUST if arithmetic == "robust" else {}))
+    return exact.forward(**inputs, **(kda_inputs.ROBUST if arithmetic == "robust" else {}))
 
 
 PACKED = [0, 0, 5, 21, 53, 53, 54, 150, 150]

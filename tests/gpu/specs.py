@@ -84,7 +84,7 @@ def needed_specs():
     rows = [("exact", bv, kinds) for bv in BVS for kinds in GOLDEN]
     rows += [("robust", bv, kinds) for bv in BVS for kinds in (STANDARD, PACKED)]
     rows += [("exact", 32, kinds) for kinds in EXACT_PACKED]
-    rows += [("robust", 32, kinds) for kinds in (*ROBUST_PACKED, NO_INITIAL)]
+    rows += [("robust", 32, kinds) for kinds in (*ROBUST_PACKED, NO_INITIAL, Kinds("fp32", None, None))]
     specs = [variant(*row) for row in rows] + [variant(*row, segmented=True) for row in SEGMENTED]
     return list(dict.fromkeys(specs))
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from golden import relative_error
 from gpu import specs
-from gpu.launching import ROBUST, errors, expected, run, same
-from kda_inputs import TOKEN_AXIS, of_heads, random_inputs
+from gpu.launching import errors, expected, run, same
+from kda_inputs import ROBUST, TOKEN_AXIS, of_heads, random_inputs
 
 from fla_kda_backend import op
 from fla_kda_backend.reference import exact
@@ -28,7 +28,7 @@ def test_robust_has_the_same_bits_for_every_number_of_columns(heads, tokens, dev
     inputs = random_inputs(tokens, heads, device=device)
     results = [run(inputs, "robust", bv) for bv in specs.BVS]
     assert same(results[1], results[0]) and same(results[2], results[0])
-    assert max(errors(results[0], exact.forward(**inputs, **ROBUST))) < 1e-3  # sums in another order
+    assert max(errors(results[0], exact.forward(**inputs, **ROBUST))) < 5e-3  # sums in another order
     assert not same(results[0], run(inputs, "exact"))
 
 
@@ -52,7 +52,7 @@ def test_a_state_dropped_between_chunks_is_noticed(arithmetic, device):
 def test_bounds_and_scales(lower_bound, scale, device):
     inputs = random_inputs(320, 2, lower_bound=lower_bound, scale=scale, device=device)
     assert same(run(inputs), expected(inputs))
-    assert max(errors(run(inputs, "robust"), exact.forward(**inputs, **ROBUST))) < 1e-3
+    assert max(errors(run(inputs, "robust"), exact.forward(**inputs, **ROBUST))) < 5e-3
 
 
 def extreme(name, device):
@@ -90,7 +90,7 @@ def test_extreme_inputs(name, device):
     reference = expected(inputs)
     assert all(x.isfinite().all() for x in reference)
     assert same(run(inputs), reference)
-    assert max(errors(run(inputs, "robust"), exact.forward(**inputs, **ROBUST))) < 1e-3
+    assert max(errors(run(inputs, "robust"), exact.forward(**inputs, **ROBUST))) < 5e-3
 
 
 def test_past_two_to_the_31_elements(device, monkeypatch):

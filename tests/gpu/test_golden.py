@@ -9,7 +9,7 @@ from gpu.launching import fwd_of, plan_of, same
 from fla_kda_backend import op
 from fla_kda_backend.reference import exact
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
+pytestmark = pytest.mark.gpu
 
 
 def run(case, bv, monkeypatch):
@@ -24,6 +24,7 @@ def test_output_and_state(name, bv, device, monkeypatch):
     assert same(run(case, bv, monkeypatch), (case.out, case.final_state))
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("name", WITH_WORKSPACE)
 def test_workspace(name, device, monkeypatch):
     case = load(name, device)

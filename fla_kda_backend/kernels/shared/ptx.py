@@ -151,6 +151,19 @@ def rest_bf16x2(low, high, lead):
     return pack_bf16x2(low - lead_low, high - lead_high)
 
 
+def _through_fp32(operation):
+    def pairwise(a, b):
+        (a0, a1), (b0, b1) = unpack_bf16x2(a), unpack_bf16x2(b)
+        return pack_bf16x2(operation(a0, b0), operation(a1, b1))
+
+    return pairwise
+
+
+# bf16 pairs by way of fp32 with .ftz, each result rounded to bf16. They differ from the packed instructions above in
+# denormals alone, which these flush, in operands and results.
+mul_bf16x2_ftz, sub_bf16x2_ftz, add_bf16x2_ftz = map(_through_fp32, (mul, sub, add))
+
+
 # ---- matrix fragments --------------------------------------------------------------------------------------------
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
 _STMATRIX = "stmatrix.sync.aligned.m8n8.x4{}.shared.b16 [$0], {{$1, $2, $3, $4}};"

@@ -18,3 +18,8 @@ def slots(tokens, num_seqs, seq_len=None):
     if seq_len is None:
         return (tokens >> LOG2_CHUNK) + num_seqs
     return num_seqs * ((seq_len + CHUNK - 1) >> LOG2_CHUNK)
+
+
+def workspace_bytes(slots, heads):
+    """Bytes of the workspace of a launch over `slots` slots."""
+    return slots * heads * RECORD_BYTES

@@ -87,3 +87,13 @@ def sequence_of_slot(slot, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Co
 def span(num_seqs, cu_seqlens, cu_dtype: cutlass.Constexpr):
     """First token of the first packed sequence and end of the last: rows outside belong to no sequence."""
     return _cu(cu_seqlens, Int32(0), cu_dtype), _cu(cu_seqlens, num_seqs, cu_dtype)
+
+
+@cute.jit
+def clear_rows(out, row, count: cutlass.Constexpr, first, end, tokens, head, heads, thread, threads: cutlass.Constexpr):
+    """Zero those of `count` rows of out [tokens, heads, 128] bf16, from `row` on, that lie outside [first, end)."""
+    for i in cutlass.range_constexpr(16 * count // threads):  # 16 threads a row
+        at = row + thread // 16 + threads // 16 * i
+        if at < tokens and (at < first or at >= end):
+            address = out + (Int64(at) * Int64(heads) + Int64(head)) * 256 + Int64(thread % 16) * 16
+            ptx.stg_words(address, [Int32(0)] * 4)

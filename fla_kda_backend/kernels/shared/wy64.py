@@ -55,7 +55,8 @@ class Problem:
 
     def flag(self, head, slot, half):
         """Address of a record's flag."""
-        return flag_address(self.workspace, self.heads, self.slot_end - self.slot_begin, head, slot - self.slot_begin) + 8 * half
+        slots = self.slot_end - self.slot_begin
+        return flag_address(self.workspace, self.heads, slots, head, slot - self.slot_begin) + 8 * half
 
     def checkpoint(self, head, slot, half):
         """Address of the state at the beginning of a chunk."""

@@ -1,0 +1,73 @@
+"""What the compiler makes of the 64-token kernels; needs the DSL, no GPU."""
+
+import itertools
+
+import compiling
+import pytest
+
+pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
+
+SMEM_LIMIT = 227 * 1024  # bytes a CTA may use
+STATES = (None, "fp32", "bf16")
+NAMES = ("replay", "segmented", "initial", "final", "cu_dtype", "state_v_first")
+CANDIDATES = [
+    row
+    for row in itertools.product((False, True), (False, True), STATES, STATES, (None, "int32", "int64"), (True, False))
+    if not (row[0] and row[1])
+]
+VARIANTS = [dict(zip(NAMES, row)) for row in compiling.pairwise(CANDIDATES)]
+
+# instructions of a link with outputs: V', Q S, the update, A V'; and of the spine: before its loop, in it, after it
+HGMMA = {False: 8 + 8 + 8 + 4, True: (8 + 8 + 8 + 4) + (8 + (8 + 8) + 8)}
+# groups and waits as written: one more of either means that ptxas has put products one after the other
+ARRIVE = {False: 3, True: 3 + (1 + 3 + 1)}
+DEPBAR = {False: 4, True: 4 + (1 + 3 + 2)}
+STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies a lane, by state_v_first: rows of half a state
+BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    return compiling.reports("wy64", "sm_90a", VARIANTS, tmp_path_factory.mktemp("compile"))
+
+
+@pytest.fixture(params=range(len(VARIANTS)), ids=lambda i: "-".join(str(x).lower() for x in VARIANTS[i].values()))
+def compiled(request, reports):
+    return VARIANTS[request.param], reports[request.param]
+
+
+def test_compiled_variant(compiled):
+    options, report = compiled
+    chain = "ChainReplayWY64" if options["replay"] else "ChainWY64"
+    assert report["target"] == "sm_90a"
+    kernels, smem = report["kernels"], report["smem_bytes"]
+    assert set(kernels) == set(smem) == {"PrepareWY64", chain}
+    assert max(smem.values()) <= SMEM_LIMIT
+    for kernel in kernels.values():
+        assert kernel["registers"] <= 255
+        assert kernel["stack"] == 0 and not {"LDL", "STL"} & set(kernel["sass"])
+    check_prepare(kernels["PrepareWY64"])
+    check_chain(kernels[chain], options)
+
+
+def check_prepare(kernel):
+    assert kernel["fenced"]
+    assert kernel["ptx"]["griddepcontrol.launch_dependents"] == 1
+
+
+def check_chain(kernel, options):
+    sass, ptx = kernel["sass"], kernel["ptx"]
+    assert sass["HGMMA"] == HGMMA[options["replay"]]
+    assert sass["WARPGROUP.ARRIVE"] == ARRIVE[options["replay"]]
+    assert sass["WARPGROUP.DEPBAR"] == DEPBAR[options["replay"]]
+    copies = 0 if options["initial"] is None else STATE_COPIES[options["state_v_first"]]
+    assert ptx[BULK_LOAD] == 3 + 1 + copies
+    flags = 1 if options["replay"] else 0
+    assert ptx.get("st.release.gpu.global.b32", 0) == flags
+    assert ptx.get("ld.acquire.gpu.global.b32", 0) == 2 * flags  # before the loop and in it
+    assert ptx.get("nanosleep.u32", 0) == flags
+
+
+def test_replay_takes_no_segments(tmp_path):
+    with pytest.raises(AssertionError, match="replay=True needs segmented=False"):
+        compiling.reports("wy64", "sm_90a", [{"replay": True, "segmented": True}], tmp_path)
