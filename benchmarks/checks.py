@@ -16,7 +16,11 @@ LIMIT_OTHERS = 1.5e-2
 AGREEMENT = 5e-2  # between two implementations, in any head
 
 KERNEL_MARK = "fla_kda_backendkernels"  # in the name of every kernel of this package
-FAMILY_KERNELS = {"column_split": ("PrepareChunk16", "RecurrenceSplit")}
+FAMILY_KERNELS = {  # by the log's kernel and whether it replays
+    ("column_split", False): ("PrepareChunk16", "RecurrenceSplit"),
+    ("wy64", False): ("PrepareWY64", "ChainWY64"),
+    ("wy64", True): ("PrepareWY64", "ChainReplayWY64"),
+}
 
 
 @dataclass
@@ -152,7 +156,7 @@ def wrong_kernels(implementation, record, kernels):
     if record is None or record.outcome != dispatch_log.ACCEPTED:
         why = "FLA did not ask" if record is None else f"{record.outcome}: {record.code}: {record.message}"
         return [f"our kernels did not run: {why}"]
-    expected = FAMILY_KERNELS.get(record.kernel, ("",))
+    expected = FAMILY_KERNELS[record.kernel, dict(record.params).get("replay", False)]
     failures = [f"{part} did not run" for part in expected if not any(part in name for name in ours)]
     if len(ours) < len(kernels):
         failures.append(f"others ran too: {', '.join(name for name in kernels if name not in ours)}")

@@ -10,7 +10,7 @@ import statistics
 
 from fla_kda_backend import register
 from fla_kda_backend.cli._table import table
-from fla_kda_backend.kernels.shared import record16
+from fla_kda_backend.kernels.shared import record16, record64
 
 from . import cases, checks
 from .implementations import IMPLEMENTATIONS
@@ -19,7 +19,8 @@ CALLS = 20
 COPY_BYTES = 1 << 30
 OUR_KERNEL = re.compile(r"fla_kda_backendkernels[a-z0-9_]*?([A-Z][A-Za-z0-9]*)_object")
 ROW = 2 * cases.DIM  # a token and head of q, k, v, g or out
-WY64_RECORD = 74240
+# what a link without outputs reads of a record
+SPINE_BYTES = record64.W_BYTES + 2 * record64.U_BYTES + record64.DECAY_BYTES + record64.K_END_BYTES
 
 
 def main(arguments=None):
@@ -71,18 +72,30 @@ def breakdown(case, times, rate):
 def traffic(case, kernel):
     """Bytes that one of our kernels must move for the case, each once; None for a kernel that is not listed here.
 
-    The CTAs that share a head read the same records; all reads but one are taken to hit the L2 cache.
+    The CTAs that share a head read the same records; all reads but one are taken to hit the L2 cache. The replay reads
+    records again when the spine has long gone on, which is counted.
     """
     rows = case.tokens * case.heads
     states = case.sequences * case.heads * 4 * cases.DIM * cases.DIM
-    chunks16, chunks64 = (case.heads * sum(-(-length // chunk) for length in case.lengths) for chunk in (record16.CHUNK, 64))
+    chunks16 = case.heads * sum(chunks(case, record16.CHUNK))
+    chunks64 = case.heads * sum(chunks(case, record64.CHUNK))
+    stretches = [max(count - 1, 0) // record64.EVERY for count in chunks(case, record64.CHUNK)]
+    replayed = case.heads * record64.EVERY * sum(stretches)
+    checkpoints = case.heads * sum(max(count - 1, 0) for count in stretches)
+    chain = chunks64 * record64.RECORD_BYTES + rows * ROW + states
     inputs = rows * (3 * ROW + 2)  # q, k, g, beta
     return {
         "PrepareChunk16": inputs + chunks16 * record16.RECORD_BYTES,
         "RecurrenceSplit": chunks16 * record16.RECORD_BYTES + rows * 2 * ROW + states,
-        "PrepareWY64": inputs + rows * ROW + chunks64 * WY64_RECORD,
-        "ChainWY64": chunks64 * WY64_RECORD + rows * ROW + states,
+        "PrepareWY64": inputs + rows * ROW + chunks64 * record64.RECORD_BYTES,
+        "ChainWY64": chain,
+        "ChainReplayWY64": chain + replayed * SPINE_BYTES + 2 * checkpoints * 2 * record64.STATE_BYTES,
     }.get(kernel)
+
+
+def chunks(case, size):
+    """Chunks of each sequence."""
+    return [-(-length // size) for length in case.lengths]
 
 
 def copy_rate():

@@ -8,12 +8,12 @@ import inspect
 import logging
 import threading
 import warnings
-from typing import NamedTuple
+from operator import is_, itemgetter
 
 from fla.backends import BaseBackend
 
-from . import config, dispatch_log, eligibility, facts, planning, selfcheck
-from .call import ABSENT, Call, parse
+from . import config, dispatch_log, eligibility, facts, memo, planning, selfcheck
+from .call import ABSENT, POSITIONAL, Call, parse
 
 logger = logging.getLogger("fla_kda_backend")
 
@@ -24,10 +24,24 @@ class StrictModeError(RuntimeError):
     """A call was declined while FLA_KDA_CUTE_STRICT=1."""
 
 
-class Verdict(NamedTuple):
-    call: Call
-    decision: eligibility.Decision
-    plan: object | None  # planning.Plan of an accepted call
+class Verdict:
+    """What is decided about a call, and about every other call that memo cannot tell from it. Holds no tensor."""
+
+    __slots__ = ("decision", "plan", "log", "old_alias", "tensors", "launch")
+
+    def __init__(self, decision, plan, call, args, kwargs):
+        accepted, code, message = self.decision = decision
+        self.plan = plan if accepted else None
+        outcome = dispatch_log.ACCEPTED if accepted else dispatch_log.DECLINED
+        self.log = dispatch_log.prepare(outcome, code, message, call, self.plan)
+        self.old_alias = call.transpose_state_layout is not ABSENT
+        place = {name: number for number, name in enumerate((*POSITIONAL[: len(args)], *kwargs))}
+        self.tensors = itemgetter(*(place.get(name, -1) for name in TENSORS))  # of the call's values and a last None
+        self.launch = None  # op's, once a call was accepted and is to run
+
+
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")  # as op takes them
+PASSING = ("internal_error", "untested_capture")  # the next such call may fare better
 
 
 class KdaCuteBackend(BaseBackend):
@@ -35,66 +49,102 @@ class KdaCuteBackend(BaseBackend):
     env_var = config.ENABLED.name
     priority = 1  # lower is asked first; FlashKDA has 3
 
+    def is_enabled(self):
+        """By FLA's rule, which would look the one variable up twice, slowly."""
+        return config.ENABLED.get()
+
     def chunk_kda_verifier(self, *args, **kwargs):
-        verdict = decide(args, kwargs)
-        call, (accepted, code, message), _ = verdict
+        names, values = identity(args, kwargs)
+        verdict = decide(args, kwargs, names, values)
+        accepted, code, message = verdict.decision
         if accepted or config.STRICT.get():
-            handoff.put(args, kwargs, verdict)
+            handoff.put(names, values, verdict)
             return True, None
-        dispatch_log.record(dispatch_log.DECLINED, code, message, call)
+        verdict.log.record()
         return False, f"{code}: {message}"
 
     def chunk_kda(self, *args, **kwargs):
-        call, (accepted, code, message), plan = handoff.take(args, kwargs) or decide(args, kwargs)
+        names, values = identity(args, kwargs)
+        verdict = handoff.take(names, values) or decide(args, kwargs, names, values)
+        accepted, code, message = verdict.decision
         if not accepted:
-            dispatch_log.record(dispatch_log.DECLINED, code, message, call)
+            verdict.log.record()
             if code == eligibility.FLA_REFUSES:
                 fla_implementation()(*args, **kwargs)  # raises FLA's own error
             raise StrictModeError(f"{config.STRICT.name}=1, and kda_cute declines: {code}: {message}")
 
-        if call.transpose_state_layout is not ABSENT:
+        if verdict.old_alias:
             warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=2)
         try:
-            result = run(call, plan)
+            launch = verdict.launch
+            if launch is None:
+                launch = verdict.launch = prepare(parse(args, kwargs), verdict.plan)
+            result = launch(*verdict.tensors((*values, None)))
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            dispatch_log.record(dispatch_log.FAILED, "exception", cause, call, plan)
+            dispatch_log.record(dispatch_log.FAILED, "exception", cause, parse(args, kwargs), verdict.plan)
             if config.STRICT.get():
                 raise
             warn_once(cause, error)
         else:
-            dispatch_log.record(dispatch_log.ACCEPTED, code, message, call, plan)
+            verdict.log.record()
             return result
         # Outside the except clause: what the failed attempt allocated is free by now, and FLA's errors are FLA's alone.
         return fla_implementation()(*args, **kwargs)
 
 
-def decide(args, kwargs):
+def identity(args, kwargs):
+    """(names, values) of a call's arguments; names begins with the number of those that have none."""
+    return [len(args), *kwargs], [*args, *kwargs.values()]
+
+
+def decide(args, kwargs, names, values):
     """The Verdict on chunk_kda(*args, **kwargs). Never raises: what goes wrong here declines the call."""
-    call = Call()
+    key = memo.fingerprint(names, values)
+    verdict = memo.find(key)
+    if verdict is None:
+        verdict = decide_anew(args, kwargs)
+        if key is not None and verdict.decision.code not in PASSING:
+            memo.keep(key, verdict)
+    return verdict
+
+
+def decide_anew(args, kwargs):
+    call, plan = Call(), None
     try:
         call = parse(args, kwargs)
         known = facts.gather(call)
         decision = eligibility.check(call, known)
-        if not decision.accepted:
-            return Verdict(call, decision, None)
-        plan = planning.plan(call, known)
-        if not plan.should_run and config.COST.get():
-            return Verdict(call, eligibility.Decision(False, "cost", plan.reason), None)
-        if known.capability in eligibility.COMPILED_ONLY:
-            decision = selfcheck.decision(call.q.device, known, run, fla_implementation())
-        return Verdict(call, decision, plan)
+        if decision.accepted:
+            decision, plan = consider(call, known)
     except Exception as error:
         message = f"the rules failed: {type(error).__name__}: {error}"
         warn_once(message, error)
-        return Verdict(call, eligibility.Decision(False, "internal_error", message), None)
+        decision = eligibility.Decision(False, "internal_error", message)
+    return Verdict(decision, plan, call, args, kwargs)
+
+
+def consider(call, known):
+    """(Decision, Plan or None) on a call that can run here: whether it should, and whether this GPU is right."""
+    plan = planning.plan(call, known)
+    if not plan.should_run and config.COST.get():
+        return eligibility.Decision(False, "cost", plan.reason), None
+    if known.capability in eligibility.COMPILED_ONLY:
+        return selfcheck.decision(call.q.device, known, run, fla_implementation()), plan
+    return eligibility.ACCEPTED, plan
 
 
 def run(call, plan):
-    # Here for the first time something reaches the kernels and their compiler.
     from .op import run
 
     return run(call, plan)
+
+
+def prepare(call, plan):
+    # Here for the first time something reaches the kernels and their compiler.
+    from .op import prepare
+
+    return prepare(call, plan)
 
 
 def fla_implementation():
@@ -115,18 +165,17 @@ class Handoff(threading.local):
 
     waiting = None
 
-    def put(self, args, kwargs, verdict):
-        self.waiting = (identity(args, kwargs), verdict)
+    def put(self, names, values, verdict):
+        self.waiting = names, values, verdict
 
-    def take(self, args, kwargs):
+    def take(self, names, values):
         """The verdict on exactly these arguments, or None; it is given once, so no tensor outlives its call."""
-        waiting, self.waiting = self.waiting, None
-        # The verdict holds every argument, so none of the ids can have been used again.
-        return waiting[1] if waiting is not None and waiting[0] == identity(args, kwargs) else None
-
-
-def identity(args, kwargs):
-    return [*map(id, args)], [*kwargs], [*map(id, kwargs.values())]
+        waiting = self.waiting
+        if waiting is None:
+            return None
+        self.waiting = None
+        those_names, those_values, verdict = waiting
+        return verdict if names == those_names and all(map(is_, values, those_values)) else None
 
 
 handoff = Handoff()

@@ -5,7 +5,7 @@ FLA_KDA_CUTE itself is read by FLA, by FLA's rules; it is here so that the table
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,27 @@ class Variable:
     choices: dict[str, Any] | None
     default: str | None
     doc: str
+    key: Any = field(init=False, repr=False, compare=False)  # its name as os.environ keeps it
+
+    def __post_init__(self):
+        object.__setattr__(self, "key", getattr(os.environ, "encodekey", str)(self.name))
+
+    def raw(self):
+        """What the environment holds now, None where nothing; undecoded where possible, so good to compare only.
+
+        os.environ itself encodes the name at each look-up, and raises inside where it is not set: 25 times as slow.
+        """
+        environ = os.environ
+        try:
+            return environ._data.get(self.key)
+        except AttributeError:  # a mapping of somebody's own, or of another Python
+            return environ.get(self.name)
 
     def get(self):
         """The value in force now: of the environment if set, not empty and accepted, otherwise the default's."""
-        raw = os.environ.get(self.name)
+        raw = self.raw()
+        if raw is not None:
+            raw = os.fsdecode(raw)
         if self.choices is None:
             return raw or self.default
         if raw and raw in self.choices:
@@ -51,7 +68,8 @@ class FlaSwitch(Variable):
     """A variable that FLA reads: any value but 0 is on."""
 
     def get(self):
-        return os.environ.get(self.name, self.default) != "0"
+        raw = self.raw()
+        return (self.default if raw is None else os.fsdecode(raw)) != "0"
 
 
 ENABLED = FlaSwitch(

@@ -92,7 +92,7 @@ class Count(NamedTuple):
 
 _lock = threading.Lock()
 _ring: deque[Record] = deque(maxlen=RING_SIZE)
-_counts: dict[tuple, int] = {}
+_counts: dict[tuple, list[int]] = {}  # a new dict after clear(): counters that a Prepared holds are then void
 _captures: tuple[list, ...] = ()
 _file: tuple[str, int] | None = None  # path and descriptor of the file that lines go to
 _unwritable: set[str] = set()
@@ -109,17 +109,53 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def record(outcome, code, message, call, plan=None):
     """Take down one decision on a parsed call; plan is the kernel's, where one was chosen. Never raises."""
+    prepare(outcome, code, message, call, plan).record()
+
+
+def prepare(outcome, code, message, call, plan=None):
+    """The Prepared decision on a parsed call. Never raises."""
     try:
-        entry = _entry(outcome, code, message, call, plan)
-        first = _keep(entry)
-        level = logging.INFO if first else logging.DEBUG
-        if logger.isEnabledFor(level):
-            logger.log(level, "%s", _Line(entry))
-        path = config.LOG.get()
-        if path is not None:
-            _append(path, entry)
+        return Prepared(_content(outcome, code, message, call, plan))
     except Exception as error:
         logger.debug("a decision could not be logged: %r", error)
+        return Prepared(None)
+
+
+class Prepared:
+    """A decision that may be taken again, with everything but the time of its records. Holds no tensor."""
+
+    __slots__ = ("content", "counter", "counters")
+
+    def __init__(self, content):
+        self.content = content  # a Record after its time; None: nothing is recorded
+        self.counters = None  # the _counts that `counter` is from
+        self.counter = None
+
+    def record(self):
+        """Take the decision down once more. Never raises."""
+        if self.content is None:
+            return
+        try:
+            entry = Record._make((time.time(), *self.content))
+            level = logging.INFO if self._keep(entry) else logging.DEBUG
+            if logger.isEnabledFor(level):
+                logger.log(level, "%s", _Line(entry))
+            path = config.LOG.get()
+            if path is not None:
+                _append(path, entry)
+        except Exception as error:
+            logger.debug("a decision could not be logged: %r", error)
+
+    def _keep(self, entry):
+        """Whether the decision is the first of its kind."""
+        with _lock:
+            _ring.append(entry)
+            for seen in _captures:
+                seen.append(entry)
+            if self.counters is not _counts:
+                self.counter, self.counters = _counter(entry), _counts
+            self.counter[0] += 1
+            return self.counter[0] == 1
 
 
 def records():
@@ -131,15 +167,16 @@ def records():
 def summary():
     """A Count for each distinct decision since the start or the last clear(), most frequent first."""
     with _lock:
-        counts = list(_counts.items())
-    return sorted((Count(count, *decision) for decision, count in counts), key=lambda row: -row.count)
+        counts = [Count(counter[0], *decision) for decision, counter in _counts.items()]
+    return sorted(counts, key=lambda row: -row.count)
 
 
 def clear():
     """Forget records and counts. The file, and captures in progress, keep theirs."""
+    global _counts
     with _lock:
         _ring.clear()
-        _counts.clear()
+        _counts = {}
 
 
 @contextmanager
@@ -172,7 +209,8 @@ class _Line:
         return f"chunk_kda {entry.outcome}{kernel} [{entry.code}] {entry.message};{shape}{sequences} on {entry.device}"
 
 
-def _entry(outcome, code, message, call, plan):
+def _content(outcome, code, message, call, plan):
+    """The fields of a Record after its time."""
     tensors = (
         call.q,
         call.k,
@@ -202,8 +240,7 @@ def _entry(outcome, code, message, call, plan):
         num_sequences = shapes[CU_SEQLENS][0] - 1
     else:
         num_sequences = shapes[Q][0] if shapes[Q] else None
-    return Record(
-        time.time(),
+    return (
         outcome,
         code,
         message,
@@ -217,18 +254,12 @@ def _entry(outcome, code, message, call, plan):
     )
 
 
-def _keep(entry):
+def _counter(entry):
+    """The counter of a decision, [number], or the one that all share once there are too many kinds."""
     decision = entry[1:6]
-    with _lock:
-        _ring.append(entry)
-        for seen in _captures:
-            seen.append(entry)
-        count = _counts.get(decision, 0)
-        if count == 0 and len(_counts) >= MAX_DISTINCT:
-            decision = (entry.outcome, entry.code, "(decisions past the first 1024 kinds)", entry.kernel, ())
-            count = _counts.get(decision, 0)
-        _counts[decision] = count + 1
-    return count == 0
+    if decision not in _counts and len(_counts) >= MAX_DISTINCT:
+        decision = (entry.outcome, entry.code, "(decisions past the first 1024 kinds)", entry.kernel, ())
+    return _counts.setdefault(decision, [0])
 
 
 def _append(path, entry):

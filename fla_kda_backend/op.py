@@ -2,6 +2,11 @@
 
 import torch
 
+try:  # where torch's own compiler gets them: the public functions take several times as long
+    from torch._C import _cuda_getCurrentRawStream, _cuda_getDevice
+except ImportError:  # a build without CUDA
+    _cuda_getCurrentRawStream = _cuda_getDevice = None
+
 from .compiling.library import launcher
 from .compiling.spec import ARCHS, KernelSpec
 from .kernels.shared import record16, record64
@@ -9,6 +14,7 @@ from .planning import Plan, column_split
 
 DIM = 128
 LOG2E = 1.4426950408889634
+ALIGNMENT = 16  # bytes; the kernels' vector accesses need it
 WORKSPACE_LIMIT = 1 << 31  # bytes; a call that would need more runs in segments of the time axis
 RECORDS = {"column_split": record16, "wy64": record64}  # layout of each family's workspace
 STATE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -19,7 +25,7 @@ def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_s
     """Bytes of workspace that a call allocates.
 
     tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). "column_split": a record of
-    13,888 bytes for each 16-token chunk and head; "wy64": 74,256 bytes for each 64-token chunk and head, and with few
+    13,888 bytes for each 16-token chunk and head; "wy64": 71,184 bytes for each 64-token chunk and head, and with few
     heads 65,536 more for every 16th. At most WORKSPACE_LIMIT, or one chunk of every head where that is more.
     """
     record = RECORDS[kernel]
@@ -29,14 +35,15 @@ def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_s
 
 def run(call, plan):
     """Run an eligibility.Call under its Plan: (out [B, T, H, V] bf16, final_state [N, H, V, K] fp32 or None)."""
-    v = call.v
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final_state = None
-    if call.output_final_state:
-        final_state = torch.empty((call.num_sequences, v.shape[2], DIM, DIM), dtype=torch.float32, device=v.device)
-    _launch(plan, call.q, call.k, v, call.g, call.beta, call.scale, out, call.A_log, call.dt_bias, call.lower_bound,
-            call.initial_state, final_state, call.cu_seqlens)  # fmt: skip
-    return out, final_state
+    return prepare(call, plan)(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, call.cu_seqlens
+    )
+
+
+def prepare(call, plan):
+    """The Launch that runs an eligibility.Call under its Plan, and every other call with the same metadata."""
+    final = torch.float32 if call.output_final_state else None
+    return Launch(plan, call.q, call.scale, call.lower_bound, call.initial_state, final, call.cu_seqlens)
 
 
 def fwd(
@@ -126,13 +133,6 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
-def _aligned(x):
-    """x contiguous and 16-byte aligned, as the kernels' vector accesses need it; a copy where it is not."""
-    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _slots_a_segment(record, slots, heads):
     return max(1, min(slots, WORKSPACE_LIMIT // record.workspace_bytes(1, heads)))
 
@@ -140,44 +140,79 @@ def _slots_a_segment(record, slots, heads):
 def _launch(
     plan: Plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
 ):
-    batch, length, heads, _ = q.shape
-    device = q.device
-    num_sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    record = RECORDS[plan.kernel]
-    slots = record.slots(batch * length, num_sequences, length if cu_seqlens is None else None)
-    if slots == 0 or heads == 0:  # no token and no packed sequence: nothing to launch
-        if final_state is not None:
-            final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
-        return
-    segment = _slots_a_segment(record, slots, heads)
-    segmented = segment < slots
-    options = (
-        *plan.options,
-        ("cu_dtype", None if cu_seqlens is None else CU_NAMES[cu_seqlens.dtype]),
-        ("final", None if final_state is None else STATE_NAMES[final_state.dtype]),
-        ("initial", None if initial_state is None else STATE_NAMES[initial_state.dtype]),
-        ("segmented", segmented),
-    )
-    spec = _specs.get((plan.kernel, device.index, options)) or _spec(plan.kernel, device, options)
-    launch = launcher(spec)
-    replay = ("replay", True) in spec.options
+    final = None if final_state is None else final_state.dtype
+    launch = Launch(plan, q, scale, lower_bound, initial_state, final, cu_seqlens)
+    launch.into(out, final_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
 
-    with _on(device):
-        tensors = [_aligned(x) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state)]
-        tensors += (final_state, out, _aligned(cu_seqlens))
-        size = record.workspace_bytes(segment, heads, replay) if replay else record.workspace_bytes(segment, heads)
-        tensors.append(torch.empty(size, dtype=torch.uint8, device=device))
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        carries = (0, 0)
-        if segmented:
-            carry = torch.empty((2, heads, DIM, DIM), dtype=torch.float32, device=device)
-            carries = (carry[0].data_ptr(), carry[1].data_ptr())
-        scales = float(scale), float(lower_bound) * LOG2E
-        stream = _stream(device)
-        for number, begin in enumerate(range(0, slots, segment)):
-            carry_in, carry_out = carries[number % 2], carries[(number + 1) % 2]
-            end = min(begin + segment, slots)
-            launch(*addresses, carry_in, carry_out, *scales, length, num_sequences, heads, begin, end, stream)
+
+class Launch:
+    """What the launches of a call owe to its metadata. To be called with its tensors, of which it keeps none."""
+
+    def __init__(self, plan: Plan, q, scale, lower_bound, initial_state, final, cu_seqlens):
+        batch, length, heads, _ = self.shape = q.shape
+        device = self.device = q.device
+        num_sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+        self.final_shape = None if final is None else (num_sequences, heads, DIM, DIM)
+        record = RECORDS[plan.kernel]
+        slots = record.slots(batch * length, num_sequences, length if cu_seqlens is None else None)
+        self.kernels = None  # launches them; None: no token and no packed sequence, nothing to launch
+        if slots == 0 or heads == 0:
+            return
+        segment = _slots_a_segment(record, slots, heads)
+        segmented = segment < slots
+        self.carries = (2, heads, DIM, DIM) if segmented else None
+        options = (
+            *plan.options,
+            ("cu_dtype", None if cu_seqlens is None else CU_NAMES[cu_seqlens.dtype]),
+            ("final", None if final is None else STATE_NAMES[final]),
+            ("initial", None if initial_state is None else STATE_NAMES[initial_state.dtype]),
+            ("segmented", segmented),
+        )
+        spec = _specs.get((plan.kernel, device.index, options)) or _spec(plan.kernel, device, options)
+        self.kernels = launcher(spec)
+        replay = ("replay", True) in spec.options
+        self.workspace = record.workspace_bytes(segment, heads, replay) if replay else record.workspace_bytes(segment, heads)
+        self.settings = float(scale), float(lower_bound) * LOG2E, length, num_sequences, heads
+        self.segments = [(begin, min(begin + segment, slots)) for begin in range(0, slots, segment)]
+
+    def __call__(self, *inputs):
+        """(out, final_state or None) of q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens."""
+        # Sizes one by one: given as a torch.Size they cost torch more time than the rest of the allocation.
+        out = torch.empty(*self.shape, dtype=torch.bfloat16, device=self.device)
+        final_state = None
+        if self.final_shape is not None:
+            final_state = torch.empty(*self.final_shape, dtype=torch.float32, device=self.device)
+        self.into(out, final_state, *inputs)
+        return out, final_state
+
+    def into(self, out, final_state, *inputs):
+        """The same into given tensors, final_state of the dtype that was announced."""
+        if self.kernels is None:
+            if final_state is not None:
+                initial_state = inputs[7]
+                final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+            return
+        device = self.device
+        with _on(device):
+            addresses, copies = [], []
+            for x in inputs:
+                address = 0 if x is None else x.data_ptr()
+                if address % ALIGNMENT or not (x is None or x.is_contiguous()):
+                    copies.append(x.clone(memory_format=torch.contiguous_format))
+                    address = copies[-1].data_ptr()
+                addresses.append(address)
+            # The kernels take the results ahead of cu_seqlens.
+            addresses[-1:-1] = 0 if final_state is None else final_state.data_ptr(), out.data_ptr()
+            workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device)
+            addresses.append(workspace.data_ptr())
+            carry_in = carry_out = 0
+            if self.carries is not None:
+                carries = torch.empty(*self.carries, dtype=torch.float32, device=device)
+                carry_in, carry_out = carries[0].data_ptr(), carries[1].data_ptr()
+            stream = _stream(device)
+            for begin, end in self.segments:
+                self.kernels(*addresses, carry_in, carry_out, *self.settings, begin, end, stream)
+                carry_in, carry_out = carry_out, carry_in
 
 
 _specs: dict[tuple, KernelSpec] = {}
@@ -195,7 +230,9 @@ def _spec(kernel, device, options):
 
 def _stream(device):
     """Handle of torch's current stream on `device`."""
-    return torch.cuda.current_stream(device).cuda_stream
+    if device.index is None or _cuda_getCurrentRawStream is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _cuda_getCurrentRawStream(device.index)
 
 
 class _Here:
@@ -211,4 +248,7 @@ _HERE = _Here()
 
 def _on(device):
     """Make `device` the current one; free where it is already."""
-    return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    index = device.index
+    # A tensor on the device is there, so CUDA is initialised, which torch.cuda.current_device would ask each time.
+    current = torch.cuda.current_device if index is None or _cuda_getDevice is None else _cuda_getDevice
+    return _HERE if current() == index else torch.cuda.device(device)

@@ -12,10 +12,12 @@ from kda_inputs import ROBUST
 
 from fla_kda_backend import op
 from fla_kda_backend.compiling import ARCHS
+from fla_kda_backend.kernels.shared import record16, record64
 from fla_kda_backend.reference import exact
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
-CHUNK, LOG2_E = exact.CHUNK, exact.LOG2_E
+CHUNKS = {"column_split": record16.CHUNK, "wy64": record64.CHUNK}  # tokens of a slot
+LOG2_E = exact.LOG2_E
 
 
 def at(address, shape, dtype):
@@ -30,10 +32,16 @@ def at(address, shape, dtype):
 
 def launch(spec, q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, out, cu_seqlens, workspace, carry_in,
            carry_out, scale, gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
-    """The part of a call that lies in the workspace slots [slot_begin, slot_end)."""
+    """The part of a call that lies in the workspace slots [slot_begin, slot_end).
+
+    The 64-token kernels are played by the column split's robust arithmetic: it knows no chunk longer than 16 tokens, and
+    what is launched for which slots, with which addresses, does not depend on it.
+    """
     options = dict(spec.options)
+    chunk = CHUNKS[spec.family]
     kinds = {name: options[name] for name in ("initial", "final")}
-    settings = ROBUST if options["arithmetic"] == "robust" else {}
+    settings = {} if options.get("arithmetic") == "exact" else ROBUST
+    assert not (options["segmented"] and options.get("replay")), "a checkpoint must lie in the same launch"
     assert (cu_seqlens == 0) == (options["cu_dtype"] is None)
     assert (initial_state == 0) == (kinds["initial"] is None) and (final_state == 0) == (kinds["final"] is None)
     assert (carry_in == 0) == (carry_out == 0) == (not options["segmented"])
@@ -42,11 +50,11 @@ def launch(spec, q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, o
     if cu_seqlens:
         ends = at(cu_seqlens, (num_seqs + 1,), DTYPES[options["cu_dtype"]]).tolist()
         bounds = list(zip(ends, ends[1:]))
-        bases = [first // CHUNK + s for s, (first, _) in enumerate(bounds)]
+        bases = [first // chunk + s for s, (first, _) in enumerate(bounds)]
         assert 0 <= min(ends) and max(ends) <= seq_len and ends == sorted(ends)
     else:
         bounds = [(s * seq_len, (s + 1) * seq_len) for s in range(num_seqs)]
-        bases = [s * -(-seq_len // CHUNK) for s in range(num_seqs)]
+        bases = [s * -(-seq_len // chunk) for s in range(num_seqs)]
     tokens = seq_len if cu_seqlens else seq_len * num_seqs
     wide = (1, tokens, heads, 128)
     q, k, v, g, out = (at(address, wide, torch.bfloat16) for address in (q, k, v, g, out))
@@ -57,11 +65,11 @@ def launch(spec, q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, o
     final = at(final_state, states, DTYPES[kinds["final"]]) if final_state else None
     carry_in, carry_out = (at(x, states[1:], torch.float32) if x else None for x in (carry_in, carry_out))
 
-    for row in range(CHUNK * slot_begin, min(CHUNK * slot_end, tokens)):
+    for row in range(chunk * slot_begin, min(chunk * slot_end, tokens)):
         if row < bounds[0][0] or row >= bounds[-1][1]:
             out[:, row] = 0
     for s, ((first, end), base) in enumerate(zip(bounds, bases)):
-        last = base - (first - end) // CHUNK
+        last = base - (first - end) // chunk
         if base >= slot_end or (base < slot_begin and last <= slot_begin):
             continue
         if base < slot_begin:
@@ -70,7 +78,7 @@ def launch(spec, q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, o
             state = torch.zeros(states[1:]) if initial is None else initial[s].float()
         state = state.to(settings.get("state_dtype", torch.bfloat16)).float()[None]
         low, high = max(base, slot_begin), min(last, slot_end)
-        here = slice(first + CHUNK * (low - base), min(first + CHUNK * (high - base), end))
+        here = slice(first + chunk * (low - base), min(first + chunk * (high - base), end))
         if high > low:
             out[:, here], state = exact.forward(
                 *(x[:, here] for x in (q, k, v, g, beta)), scale, A_log, dt_bias, round(gate_scale / LOG2_E, 12), state,

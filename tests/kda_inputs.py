@@ -88,6 +88,34 @@ def regime(name, tokens, heads=2, device="cpu", seed=0):
     }
 
 
+EXTREMES = ("saturated", "saturated strong", "saturated weak", "steep", "zero rows", "large values", "large state",
+            "beta on", "beta off")  # fmt: skip
+
+
+def extreme(name, inputs):
+    """The inputs pushed to one of EXTREMES."""
+    inputs = dict(inputs)
+    if name == "saturated":
+        inputs["g"] = torch.where(inputs["g"] > 0, 60.0, -60.0).to(torch.bfloat16)
+    elif name == "saturated strong":
+        inputs["g"] = torch.full_like(inputs["g"], 60.0)
+    elif name == "saturated weak":
+        inputs["g"] = torch.full_like(inputs["g"], -60.0)
+    elif name == "steep":
+        inputs["A_log"] = inputs["A_log"] + 5
+    elif name == "zero rows":
+        for key in ("q", "k", "v"):
+            inputs[key] = inputs[key].clone()
+            inputs[key][:, 3::7] = 0
+    elif name == "large values":
+        inputs |= {key: inputs[key] * 1e4 for key in ("q", "k", "v")}
+    elif name == "large state":
+        inputs["initial_state"] = inputs["initial_state"] * 1e6
+    elif name in ("beta on", "beta off"):
+        inputs["beta"] = torch.full_like(inputs["beta"], 60.0 if name == "beta on" else -60.0)
+    return inputs
+
+
 def cut(inputs, first, end, **changes):
     """Tokens first to end."""
     return inputs | {name: inputs[name][:, first:end].contiguous() for name in TOKEN_AXIS} | changes

@@ -23,8 +23,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fla_kda_backend.kernels.chain_wy64 import ChainWY64
 from fla_kda_backend.kernels.shared import ptx, sequences, states
-from fla_kda_backend.kernels.shared.chain_fragments import K_MAJOR, MN_MAJOR, QKA_BYTES
-from fla_kda_backend.kernels.shared.record64 import CHUNK, EVERY, FLAG_BYTES, K_END_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
+from fla_kda_backend.kernels.shared.chain_fragments import A_COLUMN, K_MAJOR, MN_MAJOR, QK_BYTES
+from fla_kda_backend.kernels.shared.record64 import CHUNK, EVERY, FLAG_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
 from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Item
 
 PAUSE = (32, 128)  # ns, of a waiting thread: the first and the longest
@@ -100,10 +100,10 @@ class ChainReplayWY64(ChainWY64):
 
     @cute.jit
     def output_part(self, item, link):
-        offset, size = Int32(0), Int32(QKA_BYTES)
+        begin, end = Int32(0), Int32(QK_BYTES + A_COLUMN)
         if link < item.plain:
-            offset, size = Int32(Q_BYTES), Int32(K_END_BYTES)
-        return offset, size
+            begin, end = Int32(Q_BYTES), Int32(QK_BYTES)
+        return begin, end
 
     # ---- checkpoints
 

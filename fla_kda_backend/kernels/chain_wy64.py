@@ -10,13 +10,17 @@ S^T):
     S += K_end^T V'       tensor core: A = V'^T in bf16, from registers; B = K_end; accumulators `acc_s`
     O += A V'             tensor core: the same A; B = A; written one chunk later, under the next products
 
+Where every task begins with a state zero, its first link is V' = U, S = K_end^T U, O = A U, and neither W nor Q of that
+chunk is read.
+
 Rounding: the products take bf16 operands and accumulate in fp32; S and V' are rounded to bf16 for use as operands, O
 once on its way out; the state stays fp32 for the whole sequence.
 
 Layout: one warpgroup holds the 64 value rows of S^T. An accumulator of a 64 x N product and the A operand of a
 product over those N columns have the same order in registers (8 values per 16 columns), so operands are made by
-rounding alone and no warp waits for another on the chain. B operands are the 128-byte swizzled images of the record,
-brought in by one-dimensional bulk copies; U and the decay come in accumulator order.
+rounding alone and no warp waits for another on the chain. B operands are the swizzled images of the record, brought in
+by one-dimensional bulk copies; A comes without its blocks above the diagonal, in whose places zeros stand from the
+start. U and the decay come in accumulator order.
 
 Warps: 0-3 chain and outputs, 4 loads the ring {W, U, decay}, 7 the ring {Q, K_end, A}, 5 and 6 write O. The two rings
 exist because W is needed half a chunk before K_end and freed as much earlier. An initial state takes a stage of the
@@ -34,28 +38,25 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels.shared import ptx, sequences, states
-from fla_kda_backend.kernels.shared.chain_fragments import K_MAJOR, MN_MAJOR, QKA_BYTES, ChainFragments, Ring, Shared
-from fla_kda_backend.kernels.shared.record64 import (
-    CHUNK,
-    DECAY_AT,
-    DECAY_BYTES,
-    HALF,
-    HEAD_DIM,
-    Q_AT,
-    RECORD_BYTES,
-    STATE_BYTES,
-    U_AT,
-    U_BYTES,
-    W_AT,
-    W_BYTES,
+from fla_kda_backend.kernels.shared.chain_fragments import (
+    A_COLUMN,
+    K_MAJOR,
+    MN_MAJOR,
+    QK_BYTES,
+    QKA_BYTES,
+    ChainFragments,
+    Ring,
+    Shared,
 )
+from fla_kda_backend.kernels.shared.chain_transfers import ChainTransfers
+from fla_kda_backend.kernels.shared.record64 import CHUNK, DECAY_BYTES, HALF, STATE_BYTES, U_BYTES, W_BYTES
 from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Problem, TaskList
 
 SMEM_LIMIT = 232448
 O_BYTES = CHUNK * HALF * 2  # output of a chunk and half
 
 
-class ChainWY64(ChainFragments, TaskList):
+class ChainWY64(ChainFragments, ChainTransfers, TaskList):
     """State recurrence and outputs from the 64-token records; see the module's docstring.
 
     cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". segmented: a
@@ -75,12 +76,14 @@ class ChainWY64(ChainFragments, TaskList):
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
         self.state_v_first, self.max_ctas = state_v_first, max_ctas
+        # every item begins with a sequence's state zero: W and Q of first chunks are not used
+        self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages
         if self.chain_stages < 3 or self.output_stages < 2:
             raise ValueError(f"needs at least 3 and 2 stages, got {stages}: a stage is freed after the next has arrived")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"stages {stages} need {self.smem_bytes} bytes of shared memory, limit {SMEM_LIMIT}")
-        assert states.image_bytes(initial, state_v_first) <= QKA_BYTES
+        assert states.image_bytes(initial, state_v_first) <= QK_BYTES + A_COLUMN  # and does not reach the zeros of A
 
     @property
     def smem_bytes(self):
@@ -126,6 +129,7 @@ class ChainWY64(ChainFragments, TaskList):
             slot_begin, slot_end,
         )  # fmt: skip
         self.init_barriers(tid, sm)
+        self.clear_above_diagonal(tid, sm)
         self.sort(p, tid, cute.recast_ptr(sm.o, dtype=Int32))
         cute.arch.sync_threads()
         if warp == self.CHAIN_LOADER:
@@ -155,10 +159,6 @@ class ChainWY64(ChainFragments, TaskList):
     def plain_links(self, t, p, sm, item, at):
         """The links of an item without outputs."""
         return at
-
-    def output_part(self, item, link):
-        """(offset, bytes) of what a link needs of {Q, K_end, A}."""
-        return Int32(0), Int32(QKA_BYTES)
 
     def announce(self, thread, p, sm):
         """What the writers tell other CTAs."""
@@ -192,88 +192,12 @@ class ChainWY64(ChainFragments, TaskList):
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
-    def advance(self, stage, phase, stages: cutlass.Constexpr):
-        stage += 1
-        if stage == stages:
-            stage = Int32(0)
-            phase = phase ^ 1
-        return stage, phase
-
-    # ---- loader warps
-
-    @cute.jit
-    def load_chain(self, p, sm):
-        ptx.dependency_wait()  # in every CTA, also where it has no chunk: see wy64.py
-        stage, phase = Int32(0), Int32(1)
-        for turn in cutlass.range(self.rounds(p), unroll=1):
-            item = self.item_now(p, turn)
-            source = p.record(item.head, item.slot + item.first)
-            for _link in cutlass.range(item.plain + item.links, unroll=1):
-                cute.arch.mbarrier_wait(sm.chain.empty + stage, phase)
-                with cute.arch.elect_one():
-                    full = sm.chain.full + stage
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, W_BYTES + U_BYTES + DECAY_BYTES)
-                    full = full.toint()
-                    ptx.bulk_load(sm.w.toint() + stage * W_BYTES, source + W_AT, W_BYTES, full)
-                    ptx.bulk_load(sm.u.toint() + stage * U_BYTES, source + U_AT + item.half * U_BYTES, U_BYTES, full)
-                    ptx.bulk_load(sm.decay.toint() + stage * DECAY_BYTES, source + DECAY_AT, DECAY_BYTES, full)
-                source += RECORD_BYTES
-                stage, phase = self.advance(stage, phase, self.chain_stages)
-
-    @cute.jit
-    def load_output(self, p, sm):
-        stage, phase = Int32(0), Int32(1)
-        for turn in cutlass.range(self.rounds(p), unroll=1):
-            item = self.item_now(p, turn)
-            if const_expr(self.initial is not None):
-                if item.starts():
-                    cute.arch.mbarrier_wait(sm.output.empty + stage, phase)
-                    state = p.initial_state + self.state_offset(p, item, self.initial)
-                    target = sm.qka.toint() + stage * QKA_BYTES
-                    states.fetch_state(
-                        target, sm.output.full + stage, state, item.half, self.initial, self.state_v_first
-                    )
-                    stage, phase = self.advance(stage, phase, self.output_stages)
-            ptx.dependency_wait()
-            source = p.record(item.head, item.slot + item.first) + Q_AT
-            for link in cutlass.range(item.plain + item.links, unroll=1):
-                offset, size = self.output_part(item, link)
-                cute.arch.mbarrier_wait(sm.output.empty + stage, phase)
-                with cute.arch.elect_one():
-                    full = sm.output.full + stage
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                    target = sm.qka.toint() + stage * QKA_BYTES + offset
-                    ptx.bulk_load(target, source + offset, size, full.toint())
-                source += RECORD_BYTES
-                stage, phase = self.advance(stage, phase, self.output_stages)
-
-    # ---- writer warps
-
-    @cute.jit
-    def write_o(self, thread, p, sm):
-        """Rows of 128 bytes: 8 threads a row, 8 rows at a time; rows past the end of the sequence are not written."""
-        row, piece = thread // 8, thread % 8
-        source = sm.o.toint() + row * 128 + (piece ^ row) * 16
-        phase = Int32(0)
-        step = Int64(p.heads) * (HEAD_DIM * 2 * 8)
-        for turn in cutlass.range(self.rounds(p), unroll=1):
-            item = self.item_now(p, turn)
-            token = (item.first + item.plain) * CHUNK + row
-            line = (Int64(item.begin) + token) * p.heads + item.head
-            target = p.out + line * (HEAD_DIM * 2) + item.half * (HALF * 2) + piece * 16
-            left = item.length - token
-            for _link in cutlass.range(item.links, unroll=1):
-                cute.arch.mbarrier_wait(sm.store.full, phase)
-                rows = [ptx.lds_v4_b32(source + 1024 * k) for k in range(8)]
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(sm.store.empty)
-                for k in cutlass.range_constexpr(8):
-                    if left > 8 * k:
-                        ptx.stg_words(target + step * k, rows[k])
-                target += step * 8
-                left -= CHUNK
-                phase = phase ^ 1
+    def before(self, out_stage):
+        """The output stage before this one."""
+        last = out_stage - 1
+        if out_stage == 0:
+            last = Int32(self.output_stages - 1)
+        return last
 
     # ---- chain warps
 
@@ -288,10 +212,16 @@ class ChainWY64(ChainFragments, TaskList):
             item = self.item(p, self.task(p, turn), entries)
             entries = self.entries(p, self.task(p, turn + 1))  # in flight during this task
             if item.links > 0:
-                at = self.start(t, p, sm, item, at)
-                self.begin(t, sm, at[0], at[1])
-                at = self.plain_links(t, p, sm, item, at)
-                at = self.links(t, sm, item.links, at)
+                if const_expr(self.zero_start):
+                    at = self.first_link(t, sm, at)
+                    if item.links > 1:
+                        self.begin(t, sm, at[0], at[1])
+                    at = self.links(t, sm, Int32(1), item.links, at)
+                else:
+                    at = self.start(t, p, sm, item, at)
+                    self.begin(t, sm, at[0], at[1])
+                    at = self.plain_links(t, p, sm, item, at)
+                    at = self.links(t, sm, Int32(0), item.links, at)
                 at = self.finish(t, sm, at)
                 if item.ends:
                     self.store_state(p, item, t)
@@ -336,8 +266,27 @@ class ChainWY64(ChainFragments, TaskList):
             address = p.final_state + self.state_offset(p, item, self.final)
             states.store_state(address, item.half, self.final, self.state_v_first, t.flat_s)
 
-    def state_offset(self, p, item, kind):
-        return (Int64(item.seq) * p.heads + item.head) * (states.size(kind) * HEAD_DIM * HEAD_DIM)
+    @cute.jit
+    def first_link(self, t, sm, at):
+        """From state zero: V' = U, S = K_end^T V', O = A V'. At the end acc_o holds O, as after `links`."""
+        stage, phase, out_stage, out_phase, o_phase = at
+        cute.arch.mbarrier_wait(sm.chain.full + stage, phase)
+        for k in cutlass.range_constexpr(4):
+            self.load_u(t, stage, k)
+            for j in cutlass.range_constexpr(4):
+                t.v_words[j, k] = t.u_words[j, k]
+        cute.arch.mbarrier_wait(sm.output.full + out_stage, out_phase)
+        warpgroup.fence()
+        for h in cutlass.range_constexpr(2):
+            self.product(MN_MAJOR, t.acc_s[h], t.v_bf16, t.k_end[None, h, None, out_stage], range(4), zero=True)
+        self.product(K_MAJOR, t.acc_o, t.v_bf16, t.a[None, 0, None, out_stage], range(4), zero=True)
+        warpgroup.commit_group()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(sm.chain.empty + stage)
+        warpgroup.wait_group(0)
+        stage, phase = self.advance(stage, phase, self.chain_stages)
+        out_stage, out_phase = self.advance(out_stage, out_phase, self.output_stages)
+        return stage, phase, out_stage, out_phase, o_phase
 
     @cute.jit
     def begin(self, t, sm, stage, phase):
@@ -351,9 +300,10 @@ class ChainWY64(ChainFragments, TaskList):
         self.round_state(t, 0, 8)
 
     @cute.jit
-    def links(self, t, sm, links, at):
-        """The links of an item with outputs. On entry S is rounded, acc_v holds U and `decay` the first chunk's; at the
-        end acc_o holds the last O, and the last output stage is still to be freed."""
+    def links(self, t, sm, first, links, at):
+        """The links of an item with outputs, from number `first` on. On entry S is rounded, acc_v holds U, `decay` that
+        of the chunk and acc_o, unless first = 0, the O before; at the end acc_o holds the last O, and the last output
+        stage is still to be freed."""
         stage, phase, out_stage, out_phase, o_phase = at
         following, following_phase = self.advance(stage, phase, self.chain_stages)
         ready = (
@@ -361,8 +311,8 @@ class ChainWY64(ChainFragments, TaskList):
             cute.arch.mbarrier_test_wait(sm.output.full + out_stage, out_phase),
             cute.arch.mbarrier_test_wait(sm.store.empty, o_phase),
         )
-        position = (*at, Int32(0))
-        for c in cutlass.range(links, unroll=1):
+        position = (*at, self.before(out_stage))
+        for c in cutlass.range(first, links, unroll=1):
             position, ready = self.link(t, sm, c, links, position, ready)
         return position[:5]
 
@@ -437,9 +387,7 @@ class ChainWY64(ChainFragments, TaskList):
         for k in cutlass.range_constexpr(4):
             self.store_o(t, k)
         cute.arch.sync_warp()
-        last = out_stage - 1
-        if out_stage == 0:
-            last = Int32(self.output_stages - 1)
+        last = self.before(out_stage)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(sm.store.full)
             cute.arch.mbarrier_arrive(sm.output.empty + last)

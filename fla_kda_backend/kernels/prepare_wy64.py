@@ -1,8 +1,9 @@
 """Prepare kernel for chunks of 64 tokens in WY form: everything of KDA that does not depend on the state.
 
-CTAs of 256 threads, two on an SM; each works through the (slot, head) pairs block, block + grid, ... The chunk's tokens
-are four bands of 16. With i, j tokens, b, c bands, G the sum of log2 decays from the chunk's start, l the same from
-the start of the token's own band and t[b] the sum over band b:
+CTAs of 256 threads, two on an SM; each works through the (chunk, head) pairs block, block + grid, ..., the last chunks
+first: the chain begins with the first ones and finds them in the L2. A chunk's tokens are four bands of 16. With i, j
+tokens, b, c bands, G the sum of log2 decays from the chunk's start, l the same from the start of the token's own band
+and t[b] the sum over band b:
 
     y        = gate_scale * sigmoid(exp(A_log) * (g + dt_bias))      special-function unit; 0 past the end; fp16, scaled
     l        = running sum of y in a band                            tensor cores: a triangle of ones; fp32
@@ -43,7 +44,9 @@ arrive as zeros, rows of the next sequence are zeroed after they arrive.
 The workspace holds one record of RECORD_BYTES per (head, slot):
 
     -W, Q, K_end   64 rows of 128 channels, as two tiles [64 rows][64 channels] with 128-byte swizzle: 16-byte piece p
-                   of row r lies at piece p ^ (r & 7). A: one such tile, [64 rows i][64 columns j]
+                   of row r lies at piece p ^ (r & 7)
+    A              per 16 columns j the rows i from the diagonal block down, 32 bytes each with 32-byte swizzle: piece p
+                   of row i lies at piece p ^ (i >> 2 & 1)
     U              per value half: accumulators of U^T [64 channels x 64 tokens], [16-token block][128 threads][8 bf16]
     d              fp32, channel 16a + 8b + 2c + e at 16a + 4c + 2b + e
 """
@@ -61,7 +64,6 @@ from cutlass.memory import SmemAllocator
 from fla_kda_backend.kernels.shared import ptx, sequences
 from fla_kda_backend.kernels.shared.prepare_steps import (
     A_TILE,
-    BANDS,
     BIAS,
     LOG2E,
     RATE,
@@ -72,6 +74,7 @@ from fla_kda_backend.kernels.shared.prepare_steps import (
 from fla_kda_backend.kernels.shared.record64 import (
     A_AT,
     A_BYTES,
+    BANDS,
     CHUNK,
     HALF,
     K_END_AT,
@@ -86,7 +89,9 @@ from fla_kda_backend.kernels.shared.wy64 import clear_flags
 
 # shared memory before the tiles: mbarriers of g, q, k, v; of two chunks in turn the plan and sigmoid(beta)
 PLAN, BETA, HEADER_BYTES = 64, 128, 1024
-ROWS, TASK, HEAD, SLOT, TOKEN = 0, 4, 8, 12, 16  # of a plan: rows from the chunk's first to the sequence's end, 0: none
+# of a plan: rows from the chunk's first to the sequence's end (0: no chunk), the number of the (chunk, head) pair, first
+# token, chunk of the sequence; for the next plan: sequences up to this one, chunks behind it
+ROWS, TASK, HEAD, SLOT, TOKEN, INDEX, SEQUENCES, BEHIND = range(0, 32, 4)
 G, Q, K, V = range(4)
 V_TAKEN = 8  # barrier: v and K_start are in registers. 1 to 3: the two warps of a band
 CTAS_PER_SM = 2
@@ -131,16 +136,16 @@ class Problem:
 
 
 class PrepareWY64(PrepareSteps):
-    """Compile-time facts: the dtype of cu_seqlens (None: equal lengths), how many CTAs to launch at most, and whether the
-    last slots come first: the chain begins with the first ones and finds them in the L2."""
+    """Compile-time facts: the dtype of cu_seqlens (None: equal lengths), how many CTAs to launch at most, and zero_start:
+    the chain needs neither W nor Q of a sequence's first chunk, which are then not written."""
 
     threads = 256
     smem_bytes = HEADER_BYTES + TILES_BYTES
 
-    def __init__(self, cu_dtype=None, max_ctas=132 * CTAS_PER_SM, backwards=True):
+    def __init__(self, cu_dtype=None, max_ctas=132 * CTAS_PER_SM, zero_start=False):
         if cu_dtype not in sequences.CU_DTYPES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}")
-        self.cu_dtype, self.max_ctas, self.backwards = cu_dtype, max_ctas, backwards
+        self.cu_dtype, self.max_ctas, self.zero_start = cu_dtype, max_ctas, zero_start
 
     @cute.jit
     def __call__(self, q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
@@ -206,15 +211,13 @@ class PrepareWY64(PrepareSteps):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if const_expr(self.cu_dtype is not None):
             self.clear_outside(p, out, thread)
-        for i in cutlass.range_constexpr(A_BYTES // (16 * self.threads)):  # the blocks above the diagonal stay zero
-            ptx.sts_v4_b32(p.smem + (i * self.threads + thread) * 16 + A_TILE, [Int32(0)] * 4)
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(full + i, 1)
             cute.arch.mbarrier_init_fence()
             n = Int32(0)
-            self.make_plan(p, n, block)
+            self.make_plan(p, n, block, p.num_seqs, n)
             for which in cutlass.range_constexpr(3):
                 self.load(p, n, which)
             self.load_tables(p, n)
@@ -225,9 +228,7 @@ class PrepareWY64(PrepareSteps):
             self.chunk(p, n, rows, scale, gate_scale)
             n += 1
             rows = ptx.lds_b32(p.plan(n) + ROWS)
-        if warp == 0:
-            with cute.arch.elect_one():
-                ptx.bulk_wait_read()
+        ptx.bulk_wait_read()
 
     @cute.jit
     def clear_outside(self, p, out, thread):
@@ -243,28 +244,31 @@ class PrepareWY64(PrepareSteps):
 
     # ---- plans and loads: warp 0 -----------------------------------------------------------------------------------
     @cute.jit
-    def make_plan(self, p, n, task):
-        """Plan the CTA's chunk number n: the first of task, task + grid, ... whose slot holds one."""
-        grid, _, _ = cute.arch.grid_dim()
+    def make_plan(self, p, n, task, sequences_left, behind):
+        """Plan the CTA's chunk number n: pair `task` of the launch, in one of the first `sequences_left` sequences."""
         # pinned here: nothing made of it is kept in a register over the loop
         (seq_len,) = ptx.pin([p.seq_len])
-        rows, token, head, slot = Int32(0), Int32(0), Int32(0), Int32(0)
-        tasks = p.slots * p.heads
-        while rows <= 0 and task < tasks:
-            slot = task // p.heads
-            head = task - slot * p.heads
-            if const_expr(self.backwards):
-                slot = p.slots - 1 - slot
-            absolute = p.slot_begin + slot
-            s = sequences.sequence_of_slot(absolute, p.num_seqs, p.cu_seqlens, seq_len, LOG2_CHUNK, self.cu_dtype)
+        number = task // p.heads
+        slot, s = p.slots - 1 - number, Int32(-1)
+        if const_expr(self.cu_dtype is None):
+            if slot >= 0:
+                s = sequences.sequence_of_slot(p.slot_begin + slot, p.num_seqs, p.cu_seqlens, seq_len, LOG2_CHUNK, None)
+        else:
+            s, behind = sequences.sequence_from_end(
+                number, behind, sequences_left, p.slot_begin, p.slot_begin + p.slots, p.cu_seqlens, seq_len, LOG2_CHUNK,
+                self.cu_dtype,
+            )  # fmt: skip
+        rows, token, index = Int32(0), Int32(0), Int32(0)
+        if s >= 0:
             begin, length, base = sequences.sequence(s, p.cu_seqlens, seq_len, LOG2_CHUNK, self.cu_dtype)
-            offset = (absolute - base) * CHUNK
-            if offset >= 0 and offset < length:
-                rows, token = length - offset, begin + offset
-            else:
-                task += grid
-        ptx.sts_v4_b32(p.plan(n), [rows, task, head, slot])
-        ptx.sts_b32(p.plan(n) + TOKEN, token)
+            base -= p.slot_begin
+            if const_expr(self.cu_dtype is not None):
+                end = cutlass.min(base + ((length + (CHUNK - 1)) >> LOG2_CHUNK), p.slots)
+                slot = end - 1 - (number - behind)
+            index = slot - base
+            rows, token = length - index * CHUNK, begin + index * CHUNK
+        ptx.sts_v4_b32(p.plan(n), [rows, task, task - number * p.heads, slot])
+        ptx.sts_v4_b32(p.plan(n) + TOKEN, [token, index, s + 1, behind])
         cute.arch.sync_warp()
 
     @cute.jit
@@ -307,9 +311,10 @@ class PrepareWY64(PrepareSteps):
             ptx.sts_f32(p.smem + RATE, rate)
 
     @cute.jit
-    def zero_past_end(self, tile, rows_band, band, half, lane):
+    def zero_past_end(self, tile, rows_band, band, half):
         """Rows of the warp's block that belong to the next sequence, or to none."""
         if rows_band < 16:
+            lane = ptx.lane_index()
             for i in cutlass.range_constexpr(4):
                 row = (lane >> 3) + 4 * i
                 if row >= rows_band:
@@ -337,13 +342,13 @@ class PrepareWY64(PrepareSteps):
         g_tile, q_tile, k_tile = p.tile(n, G), p.tile(n, Q), p.tile(n, K)
         rows_band = rows - 16 * band
         cute.arch.mbarrier_wait(p.full + G, parity)
-        self.zero_past_end(g_tile, rows_band, band, half, lane)
+        self.zero_past_end(g_tile, rows_band, band, half)
         sums = self.decay_sums(p.smem, g_tile + at, *ptx.pin([gate_scale]), rows_band, half, lane)
         self.store_band_sum(p.smem, sums, band, half, lane)
         cute.arch.mbarrier_wait(p.full + Q, parity)
         cute.arch.mbarrier_wait(p.full + K, parity)
-        self.zero_past_end(q_tile, rows_band, band, half, lane)
-        self.zero_past_end(k_tile, rows_band, band, half, lane)
+        self.zero_past_end(q_tile, rows_band, band, half)
+        self.zero_past_end(k_tile, rows_band, band, half)
         self.squares(p.smem, q_tile + at, band, half, lane, 0)
         self.squares(p.smem, k_tile + at, band, half, lane, 512)
         cute.arch.sync_threads()
@@ -363,23 +368,24 @@ class PrepareWY64(PrepareSteps):
         warp, band, half, lane = self.warp_lane()
         if warp == 0:
             with cute.arch.elect_one():
-                ptx.bulk_store(p.record(n) + Q_AT, q_tile, Int32(TILE_BYTES))
+                self.store_unless_first(p, n, Q_AT, q_tile)
                 ptx.bulk_store(p.record(n) + K_END_AT, k_tile, Int32(TILE_BYTES))
                 ptx.bulk_commit()
             grid, _, _ = cute.arch.grid_dim()
-            self.make_plan(p, n + 1, ptx.lds_b32(p.plan(n) + TASK) + grid)
+            self.make_plan(p, n + 1, ptx.lds_b32(p.plan(n) + TASK) + grid, *ptx.lds_v2_b32(p.plan(n) + SEQUENCES))
             with cute.arch.elect_one():
                 ptx.bulk_wait_read()
             self.load(p, n + 1, G)
             self.load(p, n + 1, Q)
             self.load_tables(p, n + 1)
+        (n,) = ptx.pin([n])  # as above: tiles' addresses are made anew
         if half == 1:
             self.diagonal_blocks(p.smem, a, m, p.beta_rows(n), band, lane)
         for b in cutlass.range_constexpr(1, BANDS):
             if band == b:
                 self.blocks_below(p.smem, b, p.beta_rows(n), half, lane, q_band, k_band)
         cute.arch.mbarrier_wait(p.full + V, parity)
-        self.zero_past_end(p.tile(n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half, lane)
+        self.zero_past_end(p.tile(n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half)
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
         if warp == 0:
@@ -387,6 +393,15 @@ class PrepareWY64(PrepareSteps):
                 ptx.bulk_store(p.record(n) + A_AT, p.smem + A_TILE, Int32(A_BYTES))
                 ptx.bulk_commit()
         self.solve(p, n, warp, band, half, lane)
+
+    @cute.jit
+    def store_unless_first(self, p, n, at: cutlass.Constexpr, tile):
+        """W or Q to the record, unless the state that it would meet is zero."""
+        used = Int32(1)
+        if const_expr(self.zero_start):
+            used = ptx.lds_b32(p.plan(n) + INDEX)
+        if used > 0:
+            ptx.bulk_store(p.record(n) + at, tile, Int32(TILE_BYTES))
 
     @cute.jit
     def solve(self, p, n, warp, band, half, lane):
@@ -406,5 +421,5 @@ class PrepareWY64(PrepareSteps):
         cute.arch.sync_threads()
         if warp == 0:
             with cute.arch.elect_one():
-                ptx.bulk_store(p.record(n) + W_AT, p.tile(n, G), Int32(TILE_BYTES))
+                self.store_unless_first(p, n, W_AT, p.tile(n, G))
                 ptx.bulk_commit()

@@ -21,12 +21,12 @@ class WY64:
     arguments = "l" * 14 + "f" * 2 + "i" * 5  # Int64 addresses, Float32, Int32
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
-                 max_ctas=132, backwards=True):  # fmt: skip
+                 max_ctas=132):  # fmt: skip
         options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, max_ctas=max_ctas)
         if replay and segmented:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
-        self.prepare = PrepareWY64(cu_dtype, CTAS_PER_SM * max_ctas, backwards)
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
+        self.prepare = PrepareWY64(cu_dtype, CTAS_PER_SM * max_ctas, self.chain.zero_start)
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""

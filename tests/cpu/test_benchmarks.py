@@ -1,7 +1,10 @@
 """The benchmarks' cases, lists of kernels, checks and tables; nothing here times anything or needs a GPU."""
 
+import contextlib
 import dataclasses
 import math
+import time
+import types
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ from fla_kda_backend.reference import gold
 
 PREPARE = "kernel_cutlass_kernel_fla_kda_backendkernelsprepare_chunk16PrepareChunk16_object_at__0"
 RECURRENCE = "kernel_cutlass_kernel_fla_kda_backendkernelsrecurrence_splitRecurrenceSplit_object_at__1"
+PREPARE64 = "kernel_cutlass_kernel_fla_kda_backendkernelsprepare_wy64PrepareWY64_object_at__CopyAtom_ThrID10_0"
+CHAIN64 = "kernel_cutlass_kernel_fla_kda_backendkernelschain_wy64ChainWY64_object_at__1"
+REPLAY64 = "kernel_cutlass_kernel_fla_kda_backendkernelschain_replay_wy64ChainReplayWY64_object_at__1"
 TRITON = "chunk_kda_fwd_kernel_inter_solve_fused"
 SMALL = cases.Case("small", (40, 24), 2, True, 100)
 RUN = dict.fromkeys(("gpu", "driver", "torch", "triton", "fla", "dsl", "version"), "x")
@@ -74,6 +80,14 @@ def test_every_benchmark_lists_kernels_that_exist():
     assert set(export.needed_specs()) == {*bench.needed_specs(), *experiments.needed_specs()}
 
 
+def test_the_variants_that_auto_chooses_are_listed():
+    listed = [dict(spec.options) for spec in bench.needed_specs() if spec.family == "wy64"]
+    found = {(options["replay"], options["cu_dtype"]) for options in listed}
+    assert found == {(True, None), (False, None), (False, "int64")}
+    assert all((options["initial"], options["final"]) == (None, "fp32") for options in listed)
+    assert not any(options["segmented"] for options in listed)
+
+
 def test_listed_kernels_are_valid():
     pytest.importorskip("cutlass")
     from importlib import import_module
@@ -102,9 +116,12 @@ def test_experiments_cover_what_was_published():
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------------
-def record(outcome="accepted", code="ok", kernel="column_split"):
+WY64 = (("max_ctas", 132), ("replay", False), ("grid", 24))
+WY64_REPLAY = (("max_ctas", 132), ("replay", True), ("grid", 132))
+
+
+def record(outcome="accepted", code="ok", kernel="column_split", params=(("bv", 32), ("grid", 24))):
     nothing = (None,) * len(dispatch_log.TENSORS)
-    params = (("bv", 32), ("grid", 24))
     return dispatch_log.Record(0.0, outcome, code, "because", kernel, params, 1, None, nothing, nothing, ())
 
 
@@ -117,6 +134,11 @@ def record(outcome="accepted", code="ok", kernel="column_split"):
         ("exact", None, [TRITON], "FLA did not ask"),
         ("exact", record("failed", "exception"), [TRITON], "failed: exception"),
         ("exact", record("declined", "cost"), [TRITON], "declined: cost"),
+        ("auto", record(kernel="wy64", params=WY64), [PREPARE64, CHAIN64], None),
+        ("auto", record(kernel="wy64", params=WY64_REPLAY), [PREPARE64, REPLAY64], None),
+        ("auto", record(kernel="wy64", params=WY64_REPLAY), [PREPARE64, CHAIN64], "ChainReplayWY64 did not run"),
+        ("auto", record(kernel="wy64", params=WY64), [PREPARE64, REPLAY64], "ChainWY64 did not run"),
+        ("auto", record(kernel="wy64", params=WY64), [PREPARE, RECURRENCE], "PrepareWY64 did not run"),
         ("auto", record("declined", "cost"), [TRITON], None),
         ("auto", record("declined", "cost"), [PREPARE, RECURRENCE], "2 kernels of ours ran"),
         ("auto", record("declined", "lower_bound"), [TRITON], "declined: lower_bound"),
@@ -175,6 +197,24 @@ def test_heads_that_are_not_checked_must_agree():
     assert len(second.failures) == 1 and "out" in second.failures[0] and not first.failures
 
 
+def test_host_time_is_that_of_calls_without_a_sync_between(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("sync"))
+
+    class Sleeper(types.SimpleNamespace):
+        selected = staticmethod(contextlib.nullcontext)
+
+        def __call__(self, inputs):
+            events.append(inputs)
+            time.sleep(self.seconds)
+
+    found = bench.timing.host_times([Sleeper(name="slow", seconds=2e-3), Sleeper(name="fast", seconds=0)], [0, 1, 2])
+    assert 2000 <= found["slow"] < 20_000 and 0 < found["fast"] < 1000
+    calls = bench.timing.HOST_CALLS
+    block = ["sync", *(number % 3 for number in range(calls))]
+    assert events == [*(block * 2 * (1 + bench.timing.HOST_BLOCKS)), "sync"] and 20 * calls <= 1024
+
+
 def test_implementations_choose_by_the_environment(monkeypatch):
     import os
 
@@ -231,6 +271,33 @@ def test_report_and_summary_give_ratios(tmp_path, capsys):
     assert "1.31" in exact and "3.30" in exact
 
 
+@pytest.mark.parametrize("case, graph, cells", [
+    ("fixed-T8192-H6", 94.0, ["130 / 95", "aim"]), ("fixed-T8192-H6", 101.0, ["130 / 95", "must"]),
+    ("fixed-T8192-H6", 131.0, ["130 / 95", "NO"]), ("8x1024-H12", 100.0, ["120 / -", "must"]),
+    ("8x1024-H12", None, ["120 / -", "-"]),
+])  # fmt: skip
+def test_report_says_which_targets_are_kept(case, graph, cells, tmp_path, capsys):
+    path = tmp_path / "h200.csv"
+    times = bench.timing.Times(graph, graph, graph, 200.0, 50.0)
+    row = bench.row(cases.CASES[case], "mixed", "auto", checks.Checked(kernel="some"), times)
+    results.append(path, [{"date": "2026-01-02T00:00:00+00:00", **RUN, "command": "python -m benchmarks.bench", **row}])
+    report.main([str(path), "--targets"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in lines[-1].strip("|").split("|")][-2:] == cells
+    assert lines[-3].count("|") == lines[-2].count("|") == lines[-1].count("|")
+    assert set(cases.TARGETS) == set(cases.CASES)
+
+
+def test_report_compares_gates():
+    rows = [{"case": "fixed-T8192-H6", "impl": impl, "gate": gate, "graph_us": us}
+            for impl, times in (("auto", (100, 104, 102)), ("exact", (100, 111, 100)), ("triton", (1, 9, 9)))
+            for gate, us in zip(cases.GATES, map(str, times))]  # fmt: skip
+    empty, auto, exact = report.gate_spreads(rows)
+    assert auto == "- fixed-T8192-H6, auto: weak gates take 1.040 times as long as strong ones"
+    assert exact.endswith("1.110 times as long as strong ones, over 1.05")
+    assert report.gate_spreads([row for row in rows if row["gate"] == "weak"]) == []
+
+
 def test_command_repeats_the_run():
     chosen = bench.parse(["--cases", "varlen6-H12", "--gates", "all", "--out", "elsewhere.csv"])
     again = bench.parse(bench.command(chosen).split()[3:])
@@ -245,5 +312,15 @@ def test_profile_counts_bytes():
     assert case.floor_bytes == 6 * (8192 * (5 * 256 + 2) + 4 * 128 * 128)
     ours = sum(profile.traffic(case, name) for name in ("PrepareChunk16", "RecurrenceSplit"))
     assert ours == case.floor_bytes + 2 * 6 * 512 * 13888
+    rows = case.tokens * 6 * 256
+    ours64 = [profile.traffic(case, name) for name in ("PrepareWY64", "ChainWY64", "ChainReplayWY64")]
+    assert ours64[0] + ours64[1] == case.floor_bytes + 2 * 6 * 128 * 71168 == 5 * rows + 6 * (8192 * 2 + 65536 + 256 * 71168)
+    # 112 of 128 chunks are passed by the spine first: without Q and A; 6 checkpoints are written and read
+    assert ours64[2] - ours64[1] == 6 * (112 * (71168 - 16384 - 5120) + 6 * 2 * 65536)
+    assert profile.traffic(cases.CASES["128x64-H12"], "ChainReplayWY64") == profile.traffic(
+        cases.CASES["128x64-H12"], "ChainWY64"
+    )
+    lines = profile.breakdown(case, {PREPARE64: 25.0, REPLAY64: 80.0}, 4.3e6)
+    assert lines[2].startswith("PrepareWY64") and lines[3].startswith("ChainReplayWY64")
     lines = profile.breakdown(case, {PREPARE: 25.0, RECURRENCE: 235.0, "memset": 1.0}, 4.3e6)
     assert lines[2].startswith("PrepareChunk16") and lines[3].startswith("RecurrenceSplit") and "261.0 us" in lines[5]

@@ -1,6 +1,7 @@
 """The table of environment variables."""
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -48,6 +49,24 @@ def test_bad_value_is_warned_of_once_and_the_default_holds(monkeypatch, caplog, 
         assert variable.get() == default
     assert len(caplog.records) == 2
     assert f"{variable.name}='2' is not one of {variable.values}" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("environ", [{}, {"FLA_KDA_CUTE_MODE": "exact", "FLA_KDA_CUTE": "0"}])
+def test_an_environment_that_somebody_replaced(monkeypatch, environ):
+    monkeypatch.setattr(os, "environ", environ)
+    assert (config.MODE.get(), config.ENABLED.get()) == (("exact", False) if environ else ("auto", True))
+    environ["FLA_KDA_CUTE_MODE"] = "auto"
+    assert (config.MODE.raw(), config.MODE.get()) == ("auto", "auto")
+
+
+def test_raw_values_follow_the_environment(monkeypatch):
+    seen = [config.LOG.raw()]
+    for value in ("", "a", "\udcff", "b"):
+        monkeypatch.setenv(config.LOG.name, value)
+        seen.append(config.LOG.raw())
+        assert config.LOG.get() == (value or None)
+    monkeypatch.delenv(config.LOG.name)
+    assert seen[0] is None and len(set(seen)) == 5 and config.LOG.raw() is None
 
 
 def test_cache_dir(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """FLA's own dispatch with the backend behind it, on CPU tensors: who runs a call, by whose result comes back.
 
-The facts say that the tensors are on an H200, op.run is replaced, and so is, behind FLA's own checks of the arguments,
-what FLA would launch.
+The facts say that the tensors are on an H200, op is replaced, and so is, behind FLA's own checks of the arguments, what
+FLA would launch.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import pytest
 import torch
 from calls import H200, prefill, tensor
 
-from fla_kda_backend import dispatch_log, facts, planning
+from fla_kda_backend import dispatch_log, facts, memo, planning
 
 OURS, FLAS, FLASHKDAS = "ours", "FLA's Triton", "FlashKDA's"
 
@@ -34,12 +34,22 @@ def kda():
 
 @pytest.fixture
 def op(monkeypatch):
-    """A stand-in for op.py; `calls` are those it ran, `run` can be replaced."""
+    """A stand-in for op.py; `calls` are those it ran, `run` can be replaced. It keeps the calls that it prepares."""
     module = types.ModuleType("fla_kda_backend.op")
     module.calls = []
     module.run = lambda call, plan: module.calls.append((call, plan)) or (OURS, None)
+    module.prepare = lambda call, plan: lambda *tensors: module.run(call, plan)
     monkeypatch.setitem(sys.modules, "fla_kda_backend.op", module)
     return module
+
+
+class World(types.SimpleNamespace):
+    """Its facts are of hardware, which does not change under a call's verdict."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "facts":
+            memo.clear()
 
 
 @pytest.fixture
@@ -47,7 +57,7 @@ def world(monkeypatch, kda, op):
     """.call(**changes) is chunk_kda of an eligible prefill; .facts are what the rules are told."""
     from fla_kda_backend import backend, selfcheck
 
-    world = types.SimpleNamespace(facts=H200, op=op, backend=backend, selfcheck=selfcheck)
+    world = World(facts=H200, op=op, backend=backend, selfcheck=selfcheck)
     monkeypatch.setattr(facts, "gather", lambda call: world.facts)
     monkeypatch.setattr(kda.chunk.ChunkKDAFunction, "apply", lambda *args: (FLAS, None))
     monkeypatch.setattr(backend, "_warned", set())
@@ -85,6 +95,14 @@ def test_switched_off_it_is_not_asked(world, monkeypatch):
     assert world.seen == []
     monkeypatch.setenv("FLA_KDA_CUTE", "yes")
     assert world.call() == (OURS, None)
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1", "00", "no"])
+def test_it_is_switched_as_fla_switches(world, monkeypatch, value):
+    if value is not None:
+        monkeypatch.setenv("FLA_KDA_CUTE", value)
+    backend = world.backend.KdaCuteBackend()
+    assert backend.is_enabled() == super(type(backend), backend).is_enabled() == (value != "0")
 
 
 def test_flashkda_comes_after_us(world, monkeypatch, kda):
@@ -249,7 +267,7 @@ def test_call_inside_torch_compile(world, kda):
 
 def test_no_tensor_outlives_its_call(world):
     arguments = world.arguments()
-    world.op.run = lambda call, plan: (OURS, None)
+    world.op.prepare = lambda call, plan: lambda *tensors: (OURS, None)
     world.backend.KdaCuteBackend().chunk_kda_verifier(**arguments)
     world.backend.KdaCuteBackend().chunk_kda(**arguments)
     held = weakref.ref(arguments["q"])
@@ -263,6 +281,32 @@ def test_implementation_decides_again_for_other_arguments(world):
     assert backend.chunk_kda_verifier(**world.arguments())[0]
     with pytest.raises(world.backend.StrictModeError, match="head_dim"):
         backend.chunk_kda(**world.arguments(dim=64))
+
+
+def test_verdict_is_handed_over_once_and_for_the_very_same_arguments(world):
+    handoff, identity = world.backend.Handoff(), world.backend.identity
+    q, k, verdict = tensor(2), tensor(2), object()
+    given = (q,), {"k": k, "v": q}
+    handoff.put(*identity(*given), verdict)
+    assert handoff.take(*identity(*given)) is verdict
+    assert handoff.take(*identity(*given)) is None
+    for args, kwargs in (
+        ((q,), {"k": k}),
+        ((q,), {"k": k, "v": k}),
+        ((q,), {"k": k, "v": tensor(2)}),
+        ((q,), {"k": k, "g": q}),
+        ((q, k), {"v": q}),
+        ((), {"q": q, "k": k, "v": q}),
+    ):
+        handoff.put(*identity(*given), verdict)
+        assert handoff.take(*identity(args, kwargs)) is None
+        assert handoff.take(*identity(*given)) is None
+    handoff.put(*identity(*given), verdict)
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append(handoff.take(*identity(*given))))
+    thread.start()
+    thread.join()
+    assert elsewhere == [None] and handoff.take(*identity(*given)) is verdict
 
 
 def test_threads_get_their_own_results(world, kda):
@@ -326,7 +370,7 @@ def test_untested_gpu_that_disagrees_is_declined_for_the_process(untested, error
     untested.errors = errors
     assert [untested.call(), untested.call()] == [(FLAS, None)] * 2
     assert outcomes(untested) == [("declined", code)] * 2
-    assert untested.seen[0].message.startswith(message)
+    assert untested.seen[0].message.startswith(message) and untested.seen[0].kernel is None
     assert len(untested.compared) == 1
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 

@@ -157,6 +157,31 @@ def test_threads_lose_nothing():
     assert [row.count for row in dispatch_log.summary()] == [4000]
 
 
+def test_prepared_decision_is_recorded_as_any_other(caplog):
+    call = parse((), prefill())
+    prepared = dispatch_log.prepare(ACCEPTED, "accepted", "all rules hold", call, PLAN)
+    with caplog.at_level(logging.DEBUG, "fla_kda_backend"), dispatch_log.capture() as seen:
+        prepared.record()
+        accept(1)
+        prepared.record()
+        dispatch_log.clear()
+        prepared.record()
+        accept(1)
+        assert [row.count for row in dispatch_log.summary()] == [2] and len(dispatch_log.records()) == 2
+    assert len({record[1:] for record in seen}) == 1 and len(seen) == 5
+    assert [record.time for record in seen] == sorted({record.time for record in seen})
+    levels = [logging.INFO, logging.DEBUG, logging.DEBUG, logging.INFO, logging.DEBUG]
+    assert [record.levelno for record in caplog.records] == levels
+
+
+def test_prepared_decision_that_cannot_be_told_is_left_out():
+    class Broken:
+        shape = property(lambda self: 1 / 0)
+
+    dispatch_log.prepare(DECLINED, "head_dim", "", Call(q=Broken())).record()
+    assert dispatch_log.records() == []
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -17,7 +17,7 @@ RANKS = (
     ("registration",),
     ("backend",),
     ("selfcheck",),
-    ("dispatch_log", "eligibility", "facts"),
+    ("dispatch_log", "eligibility", "facts", "memo"),
     ("op",),
     ("planning", "compiling"),
     ("kernels",),

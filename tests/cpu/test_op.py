@@ -1,6 +1,7 @@
 """The way from a call to its launches, without a GPU: checks of fwd, workspace, segments, copies, empty calls."""
 
 import re
+import types
 
 import emulated_launch
 import kda_inputs
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fla_kda_backend
 from fla_kda_backend import op, planning
 from fla_kda_backend.call import parse
-from fla_kda_backend.kernels.shared import record16
+from fla_kda_backend.kernels.shared import record16, record64
 from fla_kda_backend.reference import exact
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -123,23 +124,39 @@ def test_what_is_refused_nowhere_else_is_accepted():
 
 
 # ---- what a launch is told -----------------------------------------------------------------------------------------
-def run(inputs, *, arithmetic="exact", final=fp32):
+SETTINGS = ("exact", "robust", "wy64", "wy64 replay")
+
+
+def plan_of(setting, sequences, heads):
+    if setting in ("exact", "robust"):
+        return planning.column_split(setting, sequences, heads, 132)
+    return planning.Plan("wy64", (("max_ctas", 132), ("replay", setting == "wy64 replay")), 132)
+
+
+def record_of(setting):
+    return record64 if setting.startswith("wy64") else record16
+
+
+def run(inputs, *, setting="exact", final=fp32):
     """(out, final_state) by op's own way, NaN where nothing was written."""
     sequences = len(inputs["q"]) if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
     heads = inputs["q"].shape[2]
     out = torch.full(inputs["v"].shape, float("nan"), dtype=bf16)
     state = None if final is None else torch.full((sequences, heads, 128, 128), float("nan"), dtype=final)
-    plan = planning.column_split(arithmetic, sequences, heads, 132)
-    op._launch(plan, *(inputs[name] for name in ("q", "k", "v", "g", "beta", "scale")), out, inputs["A_log"],
-               inputs["dt_bias"], inputs["lower_bound"], inputs["initial_state"], state, inputs["cu_seqlens"])  # fmt: skip
+    names = ("q", "k", "v", "g", "beta", "scale", "A_log", "dt_bias", "lower_bound", "initial_state", "cu_seqlens")
+    q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial, cu_seqlens = (inputs[name] for name in names)
+    plan = plan_of(setting, sequences, heads)
+    op._launch(plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial, state, cu_seqlens)
     return out, state
 
 
-def expected(inputs, arithmetic="exact"):
-    return exact.forward(**inputs, **(kda_inputs.ROBUST if arithmetic == "robust" else {}))
+def expected(inputs, setting="exact"):
+    """What the emulated kernels give, whatever the segments."""
+    return exact.forward(**inputs, **({} if setting == "exact" else kda_inputs.ROBUST))
 
 
 PACKED = [0, 0, 5, 21, 53, 53, 54, 150, 150]
+SEVERAL_CHUNKS = [0, 0, 5, 70, 200, 200, 201, 400, 400]
 
 
 @pytest.mark.parametrize("cu_dtype", [torch.int32, torch.int64])
@@ -164,6 +181,26 @@ def test_every_dtype_is_in_the_variant(launched, cu_dtype, state, final):
     }
 
 
+@pytest.mark.parametrize("state, final", [(None, None), (None, fp32), (fp32, fp32), (bf16, bf16), (fp32, bf16)])
+@pytest.mark.parametrize("replay", [False, True])
+def test_every_dtype_is_in_the_variant_of_the_64_token_kernels(launched, state, final, replay):
+    inputs = random_inputs(400, 1, cu_seqlens=SEVERAL_CHUNKS, cu_dtype=torch.int32, state=state)
+    out, state_out = run(inputs, setting="wy64 replay" if replay else "wy64", final=final)
+    out_ref, state_ref = expected(inputs, "wy64")
+    assert torch.equal(out, out_ref)
+    assert (state_out is None and final is None) or torch.equal(state_out, state_ref.to(final))
+    (spec, arguments), *more = launched
+    assert more == [] and len(arguments) == 22 and (spec.family, spec.arch) == ("wy64", "sm_90a")
+    assert dict(spec.options) == {
+        "max_ctas": 132,
+        "replay": replay,
+        "cu_dtype": "int32",
+        "initial": op.STATE_NAMES.get(state),
+        "final": op.STATE_NAMES.get(final),
+        "segmented": False,
+    }
+
+
 def test_fwd_runs_the_exact_setting(launched, monkeypatch):
     monkeypatch.setattr(op, "_check_fwd", lambda *arguments: None)
     inputs = random_inputs(70, 3, batch=2, state=bf16)
@@ -174,12 +211,13 @@ def test_fwd_runs_the_exact_setting(launched, monkeypatch):
     assert dict(launched[0][0].options)["arithmetic"] == "exact"
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("wanted", [False, True])
-def test_run_returns_what_chunk_kda_returns(launched, wanted):
-    inputs = random_inputs(40, 2, batch=2)
+def test_run_returns_what_chunk_kda_returns(launched, wanted, setting):
+    inputs = random_inputs(70, 2, batch=2)
     call = parse((), kda_inputs.chunk_kda_arguments(inputs, output_final_state=wanted))
-    out, state = op.run(call, planning.column_split("robust", 2, 2, 132))
-    out_ref, state_ref = expected(inputs, "robust")
+    out, state = op.run(call, plan_of(setting, 2, 2))
+    out_ref, state_ref = expected(inputs, setting)
     assert torch.equal(out, out_ref)
     assert torch.equal(state, state_ref) if wanted else state is None
 
@@ -200,31 +238,35 @@ def test_slices_and_unaligned_tensors_are_copied(launched):
     assert all(torch.equal(moved[name], x) for name, x in before.items())
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("state", [None, bf16, fp32])
 @pytest.mark.parametrize("final", [None, bf16, fp32])
-def test_no_tokens(launched, state, final):
+def test_no_tokens(launched, state, final, setting):
     """No slot to launch over; the final state is the initial one, or zeros."""
     inputs = random_inputs(0, 2, batch=3, state=state)
-    out, state_out = run(inputs, final=final)
+    out, state_out = run(inputs, setting=setting, final=final)
     assert out.shape == (3, 0, 2, 128) and launched == []
     if final is not None:
         initial = inputs["initial_state"]
         assert torch.equal(state_out, torch.zeros(3, 2, 128, 128).to(final) if state is None else initial.to(final))
 
 
-def test_no_tokens_in_packed_sequences(launched):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_tokens_in_packed_sequences(launched, setting):
     inputs = random_inputs(0, 2, cu_seqlens=[0, 0, 0])
-    out, state = run(inputs)
+    out, state = run(inputs, setting=setting)
     assert out.numel() == 0 and len(launched) == 1
-    assert torch.equal(state, inputs["initial_state"].bfloat16().float())
+    initial = inputs["initial_state"]
+    assert torch.equal(state, initial.bfloat16().float() if setting == "exact" else initial)
 
 
-@pytest.mark.parametrize("offsets", [[7, 20, 50], [0, 0, 0], [64, 64, 64], [3, 40, 40]])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("offsets", [[7, 20, 50], [0, 0, 0], [64, 64, 64], [3, 140, 140]])
 @pytest.mark.parametrize("chunks", [1, 3, 100])
-def test_rows_of_no_sequence_become_zero(launched, monkeypatch, offsets, chunks):
-    inputs = random_inputs(64, 1, cu_seqlens=offsets)
-    segmented(monkeypatch, chunks, heads=1)
-    assert all(torch.equal(a, b) for a, b in zip(run(inputs), expected(inputs)))
+def test_rows_of_no_sequence_become_zero(launched, monkeypatch, offsets, chunks, setting):
+    inputs = random_inputs(170, 1, cu_seqlens=offsets)
+    segmented(monkeypatch, chunks, heads=1, setting=setting)
+    assert all(torch.equal(a, b) for a, b in zip(run(inputs, setting=setting), expected(inputs, setting)))
 
 
 # ---- workspace and segments ------------------------------------------------------------------------------------------
@@ -236,6 +278,37 @@ def test_workspace_bytes(tokens, sequences, heads, seq_len, slots):
     assert op.workspace_bytes(tokens, sequences, heads, seq_len) == slots * heads * 13888
 
 
+@pytest.mark.parametrize("tokens, sequences, heads, seq_len, slots", [
+    (1, 1, 2, 1, 1), (64, 1, 2, 64, 1), (65, 1, 2, 65, 2), (3 * 150, 3, 2, 150, 9), (210, 6, 2, None, 9), (0, 2, 1, None, 2),
+])  # fmt: skip
+def test_workspace_bytes_of_the_64_token_kernels(tokens, sequences, heads, seq_len, slots):
+    assert op.workspace_bytes(tokens, sequences, heads, seq_len, kernel="wy64") == slots * heads * 71184
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("limit", [None, 2])
+def test_what_is_allocated_is_what_a_launch_needs(launched, monkeypatch, setting, limit):
+    """A launch lays its workspace out for the slots it is given; the kernels write nowhere else."""
+    heads, record, empty, sizes = 2, record_of(setting), torch.empty, []
+
+    def keep(*shape, **keywords):
+        if keywords.get("dtype") == torch.uint8:
+            sizes.append(shape[0])
+        return empty(*shape, **keywords)
+
+    if limit:
+        segmented(monkeypatch, limit, heads, setting)
+    monkeypatch.setattr(op.torch, "empty", keep)
+    run(random_inputs(1111, heads), setting=setting)
+    (size,) = sizes
+    for spec, arguments in launched:
+        begin, end = arguments[-3:-1]
+        replay = dict(spec.options).get("replay", False)
+        needed = record.workspace_bytes(end - begin, heads, **({"replay": True} if replay else {}))
+        assert needed <= size and (needed == size or limit)
+        assert replay == (setting == "wy64 replay" and not limit)
+
+
 def test_workspace_is_bounded():
     assert record16.RECORD_BYTES == 13888
     for tokens, heads in ((1 << 20, 96), (1 << 20, 1), (174_763, 96), (16, 10_000)):
@@ -244,34 +317,35 @@ def test_workspace_is_bounded():
         assert size % record == 0 and 0 < size <= max(op.WORKSPACE_LIMIT, record)
         assert size + record > op.WORKSPACE_LIMIT or size == -(-tokens // 16) * record
     assert op.workspace_bytes(16, 1, 100_000) == 100_000 * 13888  # one chunk of every head is the least
+    assert op.workspace_bytes(1 << 20, 1, 96, 1 << 20, kernel="wy64") <= op.WORKSPACE_LIMIT
 
 
-def segmented(monkeypatch, chunks, heads):
+def segmented(monkeypatch, chunks, heads, setting="exact"):
     """Let a workspace hold so many chunks of each head."""
-    monkeypatch.setattr(op, "WORKSPACE_LIMIT", chunks * heads * record16.RECORD_BYTES + 5)
+    monkeypatch.setattr(op, "WORKSPACE_LIMIT", record_of(setting).workspace_bytes(chunks, heads) + 5)
 
 
-@pytest.mark.parametrize("arithmetic", ["exact", "robust"])
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("case", ["packed", "batch", "one"])
-def test_segments_change_no_bit(launched, monkeypatch, arithmetic, chunks, case):
+def test_segments_change_no_bit(launched, monkeypatch, setting, chunks, case):
     inputs = {
-        "packed": lambda: random_inputs(150, 1, cu_seqlens=PACKED),
-        "batch": lambda: random_inputs(41, 1, batch=3),
-        "one": lambda: random_inputs(131, 1, state=None),
+        "packed": lambda: random_inputs(400, 1, cu_seqlens=SEVERAL_CHUNKS),
+        "batch": lambda: random_inputs(150, 1, batch=3),
+        "one": lambda: random_inputs(450, 1, state=None),
     }[case]()
-    whole = run(inputs, arithmetic=arithmetic)
+    whole = run(inputs, setting=setting)
     assert len(launched) == 1
     slots = launched.pop()[1][-2]
-    segmented(monkeypatch, chunks, heads=1)
-    assert all(torch.equal(a, b) for a, b in zip(run(inputs, arithmetic=arithmetic), whole))
-    assert all(torch.equal(a, b) for a, b in zip(whole, expected(inputs, arithmetic)))
+    segmented(monkeypatch, chunks, heads=1, setting=setting)
+    assert all(torch.equal(a, b) for a, b in zip(run(inputs, setting=setting), whole))
+    assert all(torch.equal(a, b) for a, b in zip(whole, expected(inputs, setting)))
 
     assert len(launched) == -(-slots // chunks)
     spans = [arguments[-3:-1] for _, arguments in launched]
     assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == slots
     assert all(end - begin <= chunks for begin, end in spans)
-    assert all(dict(spec.options)["segmented"] for spec, _ in launched)
+    assert all(dict(spec.options)["segmented"] and not dict(spec.options).get("replay") for spec, _ in launched)
     carries = [arguments[12:14] for _, arguments in launched]
     for (_, left), (taken, other) in zip(carries, carries[1:]):
         assert taken == left != other  # what one leaves the next takes, and never writes where it reads
@@ -282,3 +356,22 @@ def test_one_segment_is_not_called_segmented(launched, monkeypatch):
     segmented(monkeypatch, 3, heads=1)
     run(inputs)
     assert [dict(spec.options)["segmented"] for spec, _ in launched] == [False]
+
+
+# ---- where it is launched --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cheap", [True, False])
+def test_stream_and_device_are_those_of_the_tensors(monkeypatch, cheap):
+    """By torch's internal functions where it has them, by the public ones elsewhere."""
+
+    def absent(*arguments):
+        raise AssertionError("not to be asked")
+
+    streams = types.SimpleNamespace(raw=lambda index: 100 + index, device=lambda: 1)
+    monkeypatch.setattr(op, "_cuda_getCurrentRawStream", streams.raw if cheap else None)
+    monkeypatch.setattr(op, "_cuda_getDevice", streams.device if cheap else None)
+    public = lambda device: types.SimpleNamespace(cuda_stream=100 + device.index)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", absent if cheap else public)
+    monkeypatch.setattr(torch.cuda, "current_device", absent if cheap else streams.device)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert [op._stream(first), op._stream(second)] == [100, 101]
+    assert op._on(second) is op._HERE and isinstance(op._on(first), torch.cuda.device)

@@ -1,10 +1,11 @@
-"""Which variant a call runs on: value columns a CTA, warps, grid."""
+"""Which kernels a call runs on, and in which variant: family, value columns a CTA, warps, replay, grid."""
 
 import pytest
 from calls import H200, prefill, tensor
 
 from fla_kda_backend import planning
 from fla_kda_backend.call import parse
+from fla_kda_backend.compiling import ARCHS
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "robust"])
@@ -37,12 +38,64 @@ def test_only_a_full_width_fp32_state_takes_eight_warps(arithmetic, bv, warps):
     assert planning.warps(arithmetic, bv) == warps
 
 
-@pytest.mark.parametrize("mode, arithmetic", [("exact", "exact"), ("auto", "robust")])
-def test_mode_chooses_the_arithmetic(mode, arithmetic):
-    plan = planning.plan(parse((), prefill(batch=3, heads=5)), H200._replace(mode=mode))
-    assert plan == planning.column_split(arithmetic, 3, 5, H200.sm_count)
+CAPABILITIES = sorted(ARCHS)
 
 
-def test_packed_sequences_count_as_tasks():
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_exact_mode_is_the_column_split_everywhere(capability):
+    facts = H200._replace(mode="exact", capability=capability, sm_count=148)
+    plan = planning.plan(parse((), prefill(batch=3, tokens=4096, heads=5)), facts)
+    assert plan == planning.column_split("exact", 3, 5, 148)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_auto_mode_is_the_64_token_kernels_where_wgmma_is(capability):
+    facts = H200._replace(capability=capability, sm_count=148)
+    plan = planning.plan(parse((), prefill(batch=3, tokens=4096, heads=5)), facts)
+    if capability == (9, 0):
+        assert plan == planning.wy64(3 * 4096, 3, 5, 148)
+    else:
+        assert plan == planning.column_split("robust", 3, 5, 148)
+
+
+@pytest.mark.parametrize("mode", ["exact", "auto"])  # 64 columns a CTA in either
+def test_packed_sequences_count_as_tasks(mode):
     call = parse((), prefill(batch=1, heads=8, initial_state=None, cu_seqlens=tensor(8 + 1)))
-    assert planning.plan(call, H200).grid == 8 * 8 * 2  # 64 tasks: 64 columns a CTA
+    assert planning.plan(call, H200._replace(mode=mode)).grid == 8 * 8 * 2
+
+
+def test_packed_tokens_are_counted_once():
+    """Four sequences of 2,048 tokens on average replay, of 2,047 not."""
+    for tokens, replay in ((4 * 2048, True), (4 * 2048 - 1, False)):
+        call = parse((), prefill(batch=1, tokens=tokens, heads=2, initial_state=None, cu_seqlens=tensor(4 + 1)))
+        assert planning.plan(call, H200).params["replay"] == replay
+
+
+@pytest.mark.parametrize("sequences, heads, tokens, replay, grid", [
+    (1, 6, 8192, True, 132), (1, 12, 8192, True, 132), (1, 20, 8192, True, 132), (1, 21, 8192, False, 42),
+    (1, 24, 8192, False, 48), (1, 48, 8192, False, 96), (1, 96, 8192, False, 132), (1, 6, 65536, True, 132),
+    (1, 6, 2048, True, 132), (1, 6, 2047, False, 12), (6, 12, 8192, False, 132), (128, 12, 8192, False, 132),
+    (2, 4, 4096, True, 132), (4, 4, 4096, False, 32),
+])  # fmt: skip
+def test_replay_on_an_h200(sequences, heads, tokens, replay, grid):
+    plan = planning.wy64(tokens, sequences, heads, 132)
+    assert plan.kernel == "wy64" and plan.should_run
+    assert plan.params == {"max_ctas": 132, "replay": replay, "grid": grid}
+
+
+@pytest.mark.parametrize("sm_count", [1, 3, 4, 66, 78, 114, 132, 264])
+def test_replay_needs_idle_sms(sm_count):
+    """The bound on tasks keeps its share of the SMs, and every spine leaves a CTA that replays."""
+    for heads in range(1, 200):
+        plan = planning.wy64(8192, 1, heads, sm_count)
+        assert plan.params["max_ctas"] == sm_count
+        assert plan.params["replay"] == (2 * heads <= 40 * sm_count // 132)
+        if plan.params["replay"]:
+            assert plan.grid == max(sm_count, 4 * heads)  # what ChainReplayWY64.grid launches
+        else:
+            assert plan.grid == min(2 * heads, sm_count)  # ChainWY64.grid
+
+
+@pytest.mark.parametrize("sequences, heads", [(0, 4), (4, 0), (0, 0)])
+def test_nothing_to_do_is_planned_too(sequences, heads):
+    assert planning.wy64(0, sequences, heads, 132).params == {"max_ctas": 132, "replay": False, "grid": 0}

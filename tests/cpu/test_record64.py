@@ -34,5 +34,12 @@ def test_equal_lengths_leave_no_slot_empty():
 
 
 def test_every_part_of_the_workspace_is_aligned_for_bulk_copies():
-    assert record64.RECORD_BYTES % 128 == 0 and record64.STATE_BYTES % 128 == 0
+    places = [getattr(record64, f"{name}_AT") for name in ("W", "Q", "K_END", "A", "U", "DECAY")]
+    assert all(place % 128 == 0 for place in (*places, record64.RECORD_BYTES, record64.U_BYTES, record64.STATE_BYTES))
     assert record64.workspace_bytes(7, 3) % 16 == 0
+
+
+def test_the_blocks_of_a_fill_it_column_by_column():
+    blocks = [(i, j) for j in range(record64.BANDS) for i in range(j, record64.BANDS)]
+    places = [record64.a_block(i, j) for i, j in blocks]
+    assert places == list(range(0, record64.A_BYTES, record64.A_BLOCK))

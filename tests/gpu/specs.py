@@ -14,7 +14,10 @@ from fla_kda_backend.compiling import KernelSpec, builder
 
 SM_COUNT = 132  # of an H200 and an H100 SXM: what planning chooses there is listed
 BVS = planning.BV_CHOICES
-SETTINGS = ("exact", "robust")
+COLUMN_SPLIT = ("exact", "robust")
+SETTINGS = (*COLUMN_SPLIT, "wy64", "wy64 replay")  # of a test: the column split's arithmetic, or the 64-token kernels
+WITHOUT_REPLAY = SETTINGS[:3]
+VARIANTS = (*((setting, bv) for setting in COLUMN_SPLIT for bv in BVS), ("wy64", None), ("wy64 replay", None))
 
 
 class Kinds(NamedTuple):
@@ -66,18 +69,23 @@ SEGMENTED = (
     ("robust", 64, PACKED),
     ("robust", 128, PACKED),
 )
+# the 64-token kernels: whole, with replay, and in segments, which exclude replay
+WY64_PACKED = (*ROBUST_PACKED, Kinds(None, None, "int64"), Kinds("bf16", "bf16", "int64"), Kinds(None, "bf16", "int32"))
+WY64 = (STANDARD, NO_INITIAL, Kinds("fp32", None, None), Kinds(None, None, None), *WY64_PACKED)
+WY64_REPLAY = (STANDARD, PACKED, PACKED32, NO_INITIAL, Kinds("fp32", None, None), Kinds("bf16", "bf16", "int64"))
+WY64_SEGMENTED = (STANDARD, PACKED, NO_INITIAL, Kinds("bf16", "bf16", "int64"))
 
 
-def variant(arithmetic, bv, kinds, segmented=False):
-    return KernelSpec.of(
-        "column_split",
-        "sm_90a",
-        arithmetic=arithmetic,
-        bv=bv,
-        warps=planning.warps(arithmetic, bv),
-        segmented=segmented,
-        **kinds._asdict(),
-    )
+def options_of(setting, bv):
+    """Family of a setting, and those of its options that a plan decides; bv counts for the column split alone."""
+    if setting in COLUMN_SPLIT:
+        return "column_split", {"arithmetic": setting, "bv": bv, "warps": planning.warps(setting, bv)}
+    return "wy64", {"max_ctas": SM_COUNT, "replay": setting == "wy64 replay"}
+
+
+def variant(setting, bv, kinds, segmented=False):
+    family, options = options_of(setting, bv)
+    return KernelSpec.of(family, "sm_90a", **options, segmented=segmented, **kinds._asdict())
 
 
 def needed_specs():
@@ -85,7 +93,9 @@ def needed_specs():
     rows += [("robust", bv, kinds) for bv in BVS for kinds in (STANDARD, PACKED)]
     rows += [("exact", 32, kinds) for kinds in EXACT_PACKED]
     rows += [("robust", 32, kinds) for kinds in (*ROBUST_PACKED, NO_INITIAL, Kinds("fp32", None, None))]
-    specs = [variant(*row) for row in rows] + [variant(*row, segmented=True) for row in SEGMENTED]
+    rows += [("wy64", None, kinds) for kinds in WY64] + [("wy64 replay", None, kinds) for kinds in WY64_REPLAY]
+    in_segments = (*SEGMENTED, *(("wy64", None, kinds) for kinds in WY64_SEGMENTED))
+    specs = [variant(*row) for row in rows] + [variant(*row, segmented=True) for row in in_segments]
     return list(dict.fromkeys(specs))
 
 

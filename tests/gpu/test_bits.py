@@ -4,11 +4,10 @@ import pytest
 import torch
 from golden import relative_error
 from gpu import specs
-from gpu.launching import errors, expected, run, same
-from kda_inputs import ROBUST, TOKEN_AXIS, of_heads, random_inputs
+from gpu.launching import expected, right, run, same
+from kda_inputs import EXTREMES, TOKEN_AXIS, extreme, of_heads, random_inputs
 
 from fla_kda_backend import op
-from fla_kda_backend.reference import exact
 
 pytestmark = pytest.mark.gpu
 
@@ -28,69 +27,38 @@ def test_robust_has_the_same_bits_for_every_number_of_columns(heads, tokens, dev
     inputs = random_inputs(tokens, heads, device=device)
     results = [run(inputs, "robust", bv) for bv in specs.BVS]
     assert same(results[1], results[0]) and same(results[2], results[0])
-    assert max(errors(results[0], exact.forward(**inputs, **ROBUST))) < 5e-3  # sums in another order
+    assert right(results[0], inputs, "robust")
     assert not same(results[0], run(inputs, "exact"))
 
 
-@pytest.mark.parametrize("arithmetic", specs.SETTINGS)
-def test_a_state_dropped_between_chunks_is_noticed(arithmetic, device):
-    """The kernels run chunk by chunk, each as a sequence of its own: what the comparison above must reject."""
+@pytest.mark.parametrize("setting, chunk", [("exact", 16), ("robust", 16), ("wy64", 64)])
+def test_a_state_dropped_between_chunks_is_noticed(setting, chunk, device):
+    """The kernels run chunk by chunk, each as a sequence of its own: what the comparisons must reject."""
     tokens, heads = 512, 6
     inputs = random_inputs(tokens, heads, state=None, device=device)
-    offsets = torch.arange(0, tokens + 1, 16, device=device)
-    dropped, states = run(inputs | {"cu_seqlens": offsets}, arithmetic)
-    out, state = run(inputs, arithmetic)
+    offsets = torch.arange(0, tokens + 1, chunk, device=device)
+    dropped, states = run(inputs | {"cu_seqlens": offsets}, setting)
+    out, state = run(inputs, setting)
     assert not torch.equal(dropped, out) and not torch.equal(states[-1:], state)
     assert relative_error(dropped, out) > 0.1 and relative_error(states[-1:], state) > 0.1
-    assert torch.equal(dropped[:, :16], out[:, :16])  # nothing else differs
-    if arithmetic == "exact":
-        assert same((out, state), expected(inputs)) and not same((dropped, states[-1:]), expected(inputs))
+    assert torch.equal(dropped[:, :chunk], out[:, :chunk])  # nothing else differs
+    assert right((out, state), inputs, setting) and not right((dropped, states[-1:]), inputs, setting)
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, -2.5, -1.0, -0.05])
 @pytest.mark.parametrize("scale", [128**-0.5, 1.0, 1e-3, -0.3])
 def test_bounds_and_scales(lower_bound, scale, device):
     inputs = random_inputs(320, 2, lower_bound=lower_bound, scale=scale, device=device)
-    assert same(run(inputs), expected(inputs))
-    assert max(errors(run(inputs, "robust"), exact.forward(**inputs, **ROBUST))) < 5e-3
-
-
-def extreme(name, device):
-    inputs = random_inputs(320, 2, device=device)
-    if name == "saturated":
-        inputs["g"] = torch.where(inputs["g"] > 0, 60.0, -60.0).to(torch.bfloat16)
-    elif name == "saturated strong":
-        inputs["g"] = torch.full_like(inputs["g"], 60.0)
-    elif name == "saturated weak":
-        inputs["g"] = torch.full_like(inputs["g"], -60.0)
-    elif name == "steep":
-        inputs["A_log"] = inputs["A_log"] + 5
-    elif name == "zero rows":
-        for key in ("q", "k", "v"):
-            inputs[key][:, 3::7] = 0
-    elif name == "large values":
-        inputs["v"] = inputs["v"] * 1e4
-        inputs["q"], inputs["k"] = inputs["q"] * 1e4, inputs["k"] * 1e4
-    elif name == "large state":
-        inputs["initial_state"] = inputs["initial_state"] * 1e6
-    elif name == "beta on":
-        inputs["beta"] = torch.full_like(inputs["beta"], 60.0)
-    elif name == "beta off":
-        inputs["beta"] = torch.full_like(inputs["beta"], -60.0)
-    return inputs
-
-
-EXTREMES = ["saturated", "saturated strong", "saturated weak", "steep", "zero rows", "large values", "large state",
-            "beta on", "beta off"]  # fmt: skip
+    for setting in specs.WITHOUT_REPLAY:
+        assert right(run(inputs, setting), inputs, setting), setting
 
 
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_inputs(name, device):
-    inputs = extreme(name, device)
-    reference = expected(inputs)
-    assert all(x.isfinite().all() for x in reference)
-    assert same(run(inputs), reference)
-    assert max(errors(run(inputs, "robust"), exact.forward(**inputs, **ROBUST))) < 5e-3
+    inputs = extreme(name, random_inputs(320, 2, device=device))
+    for setting in specs.WITHOUT_REPLAY:
+        found = run(inputs, setting)
+        assert all(x.isfinite().all() for x in found) and right(found, inputs, setting), setting
 
 
 def test_past_two_to_the_31_elements(device, monkeypatch):
@@ -104,8 +72,10 @@ def test_past_two_to_the_31_elements(device, monkeypatch):
         inputs[name] = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     inputs["g"].sub_(4)  # slow enough that states matter
     few = [0, 47, heads - 1]
-    alone = run(of_heads(inputs, few), bv=32)
-    for limit in (op.WORKSPACE_LIMIT, 1 << 36):  # in segments, and in one launch
-        monkeypatch.setattr(op, "WORKSPACE_LIMIT", limit)
-        out, state = run(inputs, bv=128)
-        assert torch.equal(out[:, :, few], alone[0]) and torch.equal(state[:, few], alone[1])
+    default = op.WORKSPACE_LIMIT
+    for setting in ("exact", "wy64"):
+        alone = run(of_heads(inputs, few), setting, bv=32)
+        for limit in (default, 1 << 36):  # in segments, and in one launch
+            monkeypatch.setattr(op, "WORKSPACE_LIMIT", limit)
+            out, state = run(inputs, setting, bv=128)
+            assert torch.equal(out[:, :, few], alone[0]) and torch.equal(state[:, few], alone[1]), (setting, limit)

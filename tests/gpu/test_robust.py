@@ -1,32 +1,18 @@
 """The robust setting in the regimes where roundings show: at most 1.5 times the error of FLA's Triton kernels."""
 
 import pytest
-import torch
-from fla.ops.kda import chunk_kda
 from golden import relative_error
-from gpu.launching import errors, run
-from kda_inputs import REGIMES, ROBUST, chunk_kda_arguments, regime
-
-from fla_kda_backend import dispatch_log
-from fla_kda_backend.reference import exact, gold
+from gpu.launching import errors, precise, right, run, triton
+from kda_inputs import REGIMES, regime
 
 pytestmark = pytest.mark.gpu
 HEADS = 2  # FLA tunes its kernels anew for every number of heads
 
 
-def triton(inputs, monkeypatch):
-    monkeypatch.setenv("FLA_KDA_CUTE", "0")
-    monkeypatch.setenv("FLA_FLASH_KDA", "0")
-    with torch.no_grad(), dispatch_log.capture() as seen:
-        result = chunk_kda(**chunk_kda_arguments(inputs))
-    assert not seen
-    return result
-
-
 @pytest.mark.parametrize("name", REGIMES)
 def test_errors_are_near_those_of_triton(name, device, monkeypatch, record_property):
     inputs = regime(name, 2048, HEADS, device)
-    reference = gold.forward(**chunk_kda_arguments(inputs))
+    reference = precise(inputs)
     found = run(inputs, "robust")
     ours, theirs = errors(found, reference), errors(triton(inputs, monkeypatch), reference)
     record_property("errors", {"robust": ours, "triton": theirs})
@@ -34,18 +20,18 @@ def test_errors_are_near_those_of_triton(name, device, monkeypatch, record_prope
     assert all(x.isfinite().all() for x in found)
     assert ours[0] <= 1.5 * theirs[0] and ours[1] <= 1.5 * theirs[1]
     if name != "repeated":  # where sums in another order matter more
-        assert max(errors(found, exact.forward(**inputs, **ROBUST))) < 5e-3
+        assert right(found, inputs, "robust")
 
 
 def test_one_key_repeated_for_long(device):
     inputs = regime("repeated", 16_384, HEADS, device)
     out, state = run(inputs, "robust")
-    reference = gold.forward(**chunk_kda_arguments(inputs))
+    reference = precise(inputs)
     assert out.isfinite().all() and state.isfinite().all()
     assert relative_error(out, reference[0]) < 3e-2 and relative_error(state, reference[1]) < 1e-2
 
 
 def test_the_exact_setting_does_need_robust_beside_it(device):
     inputs = regime("repeated", 2048, HEADS, device)
-    reference = gold.forward(**chunk_kda_arguments(inputs))
+    reference = precise(inputs)
     assert not max(errors(run(inputs, "exact"), reference)) < 1.0

@@ -15,10 +15,26 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
 
 from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.record64 import A_BYTES, DECAY_BYTES, K_END_BYTES, Q_BYTES, U_BYTES, W_BYTES
+from fla_kda_backend.kernels.shared.record64 import (
+    A_BLOCK,
+    A_BYTES,
+    BANDS,
+    DECAY_BYTES,
+    K_END_BYTES,
+    Q_BYTES,
+    U_BYTES,
+    W_BYTES,
+    a_block,
+)
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
-QKA_BYTES = Q_BYTES + K_END_BYTES + A_BYTES  # they stand together in a record: one copy brings all three
+A_COLUMN = BANDS * A_BLOCK  # in shared memory a column of blocks is complete, with zeros above the diagonal
+A_PIECES = [  # of each column: place in the record's A and in shared memory, bytes
+    (a_block(j, j), j * (A_COLUMN + A_BLOCK), A_COLUMN - j * A_BLOCK) for j in range(BANDS)
+]
+QK_BYTES = Q_BYTES + K_END_BYTES
+QKA_BYTES = QK_BYTES + BANDS * A_COLUMN  # a stage
+assert sum(size for _, _, size in A_PIECES) == A_BYTES
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,7 @@ class ChainFragments:
         stages = sm.output.stages
         t.q = b_operand(k_major, qka(0), KSW, (64, 128), (0, 1), stages, QKA_BYTES)
         t.k_end = b_operand(mn_major, qka(Q_BYTES), MNSW, (128, 64), (1, 0), stages, QKA_BYTES)
-        t.a = b_operand(k_major, qka(Q_BYTES + K_END_BYTES), KSW, (64, 64), (0, 1), stages, QKA_BYTES)
+        t.a = b_operand(k_major, qka(QK_BYTES), SmemLayoutAtomKind.K_SW32, (64, 64), (0, 1), stages, QKA_BYTES)
 
         accumulator = lambda: cute.make_rmem_tensor(k_major.get_slice(tid).partition_shape_C((64, 64)), Float32)  # noqa: E731
         flat = lambda x: cute.make_tensor(x.iterator, cute.make_layout((8, 4)))  # noqa: E731
@@ -86,6 +102,7 @@ class ChainFragments:
         t.flat_s_bf16 = cute.make_tensor(t.s_bf16.iterator, cute.make_layout((8, 8)))
         t.s_words = cute.recast_tensor(t.flat_s_bf16, Int32)
         t.flat_v_bf16 = cute.make_tensor(t.v_bf16.iterator, cute.make_layout((8, 4)))
+        t.v_words = cute.recast_tensor(t.flat_v_bf16, Int32)
         t.o_bf16 = cute.make_rmem_tensor((8, 4), BFloat16)
         t.o_words = cute.recast_tensor(t.o_bf16, Int32)
         t.decay = cute.make_rmem_tensor((4, 8), Float32)

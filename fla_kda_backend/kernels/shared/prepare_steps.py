@@ -11,9 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.record64 import DECAY_AT
+from fla_kda_backend.kernels.shared.record64 import A_BYTES, BANDS, DECAY_AT, a_block
 
-BANDS = 4
 LOG2E = 1.4426950408889634
 GATE_ONE = 8192.0  # y is summed in fp16 times 2^13: |y| < 8 fills the range, 2^-30 is still normal
 GATE_UNIT = 0x0800  # 2^-13 in fp16
@@ -29,7 +28,7 @@ MIDDLE = TABLES + 8192  # 2^(t[1] + t[2]), [128]
 BELOW = TABLES  # after the images: of the blocks below the diagonal, half 1's sums of M^T, then -N; 1 KB each
 K_NEXT = TABLES + 8704  # k_next as A fragments, [4 bands][8 steps][32 lanes][16 B]
 A_TILE = K_NEXT + 16384
-DIAGONAL = A_TILE + 8192  # per band: half 0's sums of M and of A, 1 KB each; then M^T, then T in fp16 | T diag(beta)
+DIAGONAL = A_TILE + A_BYTES  # per band: half 0's sums of M and of A, 1 KB each; then M^T, then T in fp16 | T diag(beta)
 A_SUMS = DIAGONAL + 8192  # of the blocks below the diagonal, half 0's sums of A, 1 KB each
 SQUARES = A_SUMS  # before the images: sums of squares of q, k, [2][64 rows][2 halves]
 BIAS = A_SUMS + 6144  # dt_bias * rate, fp32 [128]
@@ -303,9 +302,8 @@ class PrepareSteps:
 
     def a_block(self, smem, band, other, lane):
         """stmatrix address of a block of A."""
-        row8 = lane & 7
-        row = 16 * band + row8 + 8 * ((lane >> 3) & 1)
-        return smem + row * 128 + ((((lane >> 4) ^ row8) << 4) ^ (other << 5)) + A_TILE
+        row, column = lane & 15, lane >> 4
+        return smem + A_TILE + a_block(band, other) + row * 32 + ((column ^ (row >> 2 & 1)) << 4)
 
     # ---- U and W ---------------------------------------------------------------------------------------------------
     def eliminate(self, smem, x, u_at, w_at, lane):

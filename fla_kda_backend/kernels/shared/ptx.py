@@ -477,6 +477,7 @@ def pin(values, *, loc=None, ip=None):
 
 
 nanosleep = instruction("nanosleep.u32 $0;", "", "r", volatile=True, doc="Pause for 0 to 2n nanoseconds, n below 10^6.")
+lane_index = instruction("mov.u32 $0, %laneid;", "r", "", volatile=True, doc="The lane, read anew: as thread_index.")
 thread_index = instruction(
     "mov.u32 $0, %tid.x;",
     "r",

@@ -13,15 +13,23 @@ HEAD_DIM = 128
 HALF = HEAD_DIM // 2
 
 # -W, Q, K_end, A, U (two halves of the value columns), decay
-W_AT, Q_AT, K_END_AT, A_AT, U_AT, DECAY_AT = 0, 16384, 32768, 49152, 57344, 73728
-W_BYTES, Q_BYTES, K_END_BYTES, A_BYTES, U_BYTES, DECAY_BYTES = 16384, 16384, 16384, 8192, 8192, 512
-RECORD_BYTES = 74240
+W_AT, Q_AT, K_END_AT, A_AT, U_AT, DECAY_AT = 0, 16384, 32768, 49152, 54272, 70656
+W_BYTES, Q_BYTES, K_END_BYTES, A_BYTES, U_BYTES, DECAY_BYTES = 16384, 16384, 16384, 5120, 8192, 512
+RECORD_BYTES = 71168
+BANDS = 4  # of 16 tokens
+A_BLOCK = 512  # bytes of 16 rows x 16 columns; A holds those on and below the diagonal, column by column
+assert A_AT + A_BYTES == U_AT and A_BYTES == BANDS * (BANDS + 1) // 2 * A_BLOCK
 assert DECAY_AT + DECAY_BYTES == RECORD_BYTES and U_AT + 2 * U_BYTES == DECAY_AT
 
 FLAG_BYTES = 16  # of a record, both halves
 STATE_BYTES = HEAD_DIM * HALF * 4  # half of a state in fp32
 LOG2_EVERY = 4
 EVERY = 1 << LOG2_EVERY  # chunks between two checkpoints
+
+
+def a_block(i, j):
+    """Place in A of the block in row i and column j of blocks, j <= i."""
+    return j * (2 * BANDS + 1 - j) * (A_BLOCK // 2) + (i - j) * A_BLOCK
 
 
 def slots(tokens, num_seqs, seq_len=None):

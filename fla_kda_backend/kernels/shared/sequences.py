@@ -84,6 +84,36 @@ def sequence_of_slot(slot, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Co
 
 
 @cute.jit
+def sequence_from_end(number, behind, count, slot_begin, slot_end, cu_seqlens, tokens, log2_chunk: cutlass.Constexpr,
+                      cu_dtype: cutlass.Constexpr):  # fmt: skip
+    """The packed sequence that holds chunk `number`, and how many chunks lie behind that sequence; (-1, ..): none does.
+
+    Chunks in slots [slot_begin, slot_end) are numbered from the last one down. The sequence is one of the first `count`,
+    and `behind` chunks lie behind those. To be called by whole warps: 32 sequences, and one load, at a time.
+    """
+    lane = cute.arch.lane_idx()
+    found = Int32(-1)
+    while count > 0:
+        s = count - 1 - lane
+        _, length, base = sequence(s, cu_seqlens, tokens, log2_chunk, cu_dtype)
+        end = cutlass.min(base + ((length + ((1 << log2_chunk) - 1)) >> log2_chunk), slot_end)
+        chunks = cutlass.max(end - cutlass.max(base, slot_begin), Int32(0))
+        upto = chunks
+        for k in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(upto, 1 << k)
+            upto += ptx.less_b32(lane, 1 << k, 0, other)
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(behind + upto <= number))
+        if passed < 32:
+            found = count - 1 - passed
+            behind += cute.arch.shuffle_sync(upto - chunks, passed)
+            count = Int32(0)
+        else:
+            behind += cute.arch.shuffle_sync(upto, 31)
+            count -= 32
+    return found, behind
+
+
+@cute.jit
 def span(num_seqs, cu_seqlens, cu_dtype: cutlass.Constexpr):
     """First token of the first packed sequence and end of the last: rows outside belong to no sequence."""
     return _cu(cu_seqlens, Int32(0), cu_dtype), _cu(cu_seqlens, num_seqs, cu_dtype)

@@ -1,0 +1,374 @@
+"""A remembered verdict: the same as a new one, for exactly the calls that it fits, without their tensors, and fast."""
+
+import gc
+import os
+import statistics
+import threading
+import time
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+from calls import H200, prefill, tensor
+
+from fla_kda_backend import config, dispatch_log, facts, memo, op, planning
+from fla_kda_backend.call import PARAMETERS, POSITIONAL
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The backend, to which every device is an H200; the launches of its kernels are kept in .launched."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FLA warns that there is no GPU
+        from fla_kda_backend import backend
+
+    launched = []
+    monkeypatch.setattr(facts, "device_facts", lambda device: (H200.capability, H200.sm_count))
+    monkeypatch.setattr(op, "launcher", lambda spec: lambda *arguments: launched.append((spec, arguments)))
+    monkeypatch.setattr(op, "_on", lambda device: op._HERE)
+    monkeypatch.setattr(op, "_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200.capability)
+    with torch.no_grad():
+        yield types.SimpleNamespace(module=backend, launched=launched, decided=count(monkeypatch, backend))
+
+
+def count(monkeypatch, backend):
+    """One entry for each call that the rules were asked about."""
+    anew, seen = backend.decide_anew, []
+    monkeypatch.setattr(backend, "decide_anew", lambda *call: seen.append(True) or anew(*call))
+    return seen
+
+
+def decide(backend, *args, **kwargs):
+    return backend.module.decide(args, kwargs, *backend.module.identity(args, kwargs))
+
+
+def fingerprint(*args, **kwargs):
+    from fla_kda_backend.backend import identity
+
+    return memo.fingerprint(*identity(args, kwargs))
+
+
+def chunk_kda(**arguments):
+    from fla.ops.kda import chunk_kda
+
+    import fla_kda_backend
+
+    assert fla_kda_backend.register()
+    return chunk_kda(**arguments)
+
+
+CALLS = {
+    "accepted": {},
+    "packed": {"batch": 1, "cu_seqlens": tensor(3, dtype=torch.int32, device="cpu"), "initial_state": None},
+    "scale": {"scale": 0.25, "dt_bias": tensor(4, 128, dtype=torch.float32, device="cpu")},
+    "no state": {"output_final_state": False, "initial_state": None},
+}
+DECLINED = {"head_dim": {"dim": 64}, "flag_type": {"safe_gate": "yes"}, "unknown_argument": {"window": 4}}
+
+
+@pytest.mark.parametrize("changes", CALLS.values(), ids=CALLS)
+def test_a_hit_is_what_a_miss_was(backend, changes):
+    arguments = [prefill(device="cpu", **changes) for _ in range(2)]
+    with dispatch_log.capture() as seen:
+        found = [chunk_kda(**each) for each in arguments]
+        memo.clear()
+        found.append(chunk_kda(**arguments[1]))
+    assert len(backend.decided) == 2
+    first, hit, again = seen
+    assert first.outcome == "accepted" and first[1:] == hit[1:] == again[1:]
+    assert 0 < first.time <= hit.time <= again.time and {*hit.to_dict()} == {*first.to_dict()}
+    assert len({(out.shape, out.dtype, state is None or (state.shape, state.dtype)) for out, state in found}) == 1
+
+    (spec, one), *others = backend.launched
+    for other_spec, other in others:
+        assert other_spec == spec and one[14:] == other[14:]  # all but addresses
+    second = arguments[1]
+    order = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    addresses = [0 if second[name] is None else second[name].data_ptr() for name in order]
+    cu_seqlens = second.get("cu_seqlens")
+    for (_, told), (out, state) in zip(others, found[1:]):
+        assert list(told[:8]) == addresses and told[10] == (0 if cu_seqlens is None else cu_seqlens.data_ptr())
+        assert told[8:10] == (0 if state is None else state.data_ptr(), out.data_ptr()) and told[-1] == 7
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_a_declined_hit_is_what_a_miss_was(backend, name):
+    verifier = backend.module.KdaCuteBackend().chunk_kda_verifier
+    dispatch_log.clear()
+    with dispatch_log.capture() as seen:
+        answers = [verifier(**prefill(**DECLINED[name])) for _ in range(3)]
+    assert len(backend.decided) == 1
+    assert answers == [(False, f"{name}: {seen[0].message}")] * 3
+    assert [record[1:] for record in seen] == [seen[0][1:]] * 3
+    assert [row.count for row in dispatch_log.summary()] == [3]
+
+
+def test_positional_and_named_arguments_reach_the_same_kernel_arguments(backend):
+    arguments = prefill(device="cpu")
+    given = [arguments.pop(name) for name in POSITIONAL[:5]]
+    implementation = backend.module.KdaCuteBackend().chunk_kda
+    for _ in range(2):
+        implementation(*given, **arguments)
+        implementation(**dict(reversed([*zip(POSITIONAL, given), *arguments.items()])))
+    assert len(backend.decided) == 2
+    addresses = [told[:8] for _, told in backend.launched]
+    assert len(addresses) == 4 and len({*addresses}) == 1 and addresses[0][0] == given[0].data_ptr()
+
+
+def test_strides_and_addresses_are_looked_at_in_each_call(backend):
+    arguments = prefill(device="cpu")
+    chunk_kda(**arguments)
+    q = arguments["q"]
+    strided = torch.zeros(2, 4, 80, 128, dtype=q.dtype).transpose(1, 2)
+    unaligned = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    for other in (strided, unaligned):
+        chunk_kda(**arguments | {"q": other})
+        _, told = backend.launched[-1]
+        assert told[0] != other.data_ptr() and told[0] % 16 == 0 and told[1] == arguments["k"].data_ptr()
+    assert len(backend.decided) == 1
+
+
+# ---- what a fingerprint holds --------------------------------------------------------------------------------------
+FULL = {
+    **{name: tensor(2, 3, 4, 128) for name in "qkvg"},
+    "beta": tensor(2, 3, 4),
+    "scale": 1.0,
+    "initial_state": tensor(2, 4, 128, 128),
+    **dict.fromkeys(
+        ("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+         "allow_neg_eigval", "safe_gate", "disable_recompute", "return_intermediate_states", "state_v_first", "use_graph",
+         "transpose_state_layout"),
+        True,
+    ),
+    "lower_bound": -5.0,
+    "cu_seqlens": tensor(3, dtype=torch.int32),
+    "cu_seqlens_cpu": tensor(3, dtype=torch.int32),
+    "cp_context": None,
+    "max_num_seqs": 2,
+    "A_log": tensor(4, dtype=torch.float32),
+    "dt_bias": tensor(512, dtype=torch.float32),
+    "chunk_size": 64,
+}  # fmt: skip
+TENSORS = [name for name, value in FULL.items() if isinstance(value, torch.Tensor)]
+FLOATS = [name for name in TENSORS if FULL[name].dtype.is_floating_point]
+
+
+def test_every_parameter_is_tried():
+    assert set(FULL) == set(PARAMETERS)
+
+
+def test_equal_calls_have_one_fingerprint():
+    twin = {name: torch.empty_like(value) if name in TENSORS else value for name, value in FULL.items()}
+    assert fingerprint(**FULL) == fingerprint(**twin) and hash(fingerprint(**FULL)) == hash(fingerprint(**twin))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_each_property_of_each_tensor_counts(name):
+    x = FULL[name]
+    others = {
+        "longer": tensor(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype),
+        "another rank": tensor(1, *x.shape, dtype=x.dtype),
+        "dtype": x.to(torch.float64),
+        "device": tensor(*x.shape, dtype=x.dtype, device="cpu"),
+        "layout": torch.zeros(x.shape, dtype=x.dtype).to_sparse(),
+        "Parameter": torch.nn.Parameter(x, requires_grad=False),
+        "None": None,
+    }
+    if name in FLOATS:
+        others["requires_grad"] = torch.empty_like(x).requires_grad_()
+        others["Parameter that requires grad"] = torch.nn.Parameter(x)
+    keys = {kind: fingerprint(**FULL | {name: other}) for kind, other in others.items()}
+    assert len({fingerprint(**FULL), *keys.values()}) == len(keys) + 1
+    left_out = {other: value for other, value in FULL.items() if other != name}
+    assert fingerprint(**left_out) not in {fingerprint(**FULL), *keys.values()}
+
+
+@pytest.mark.parametrize("name", [name for name in FULL if name not in TENSORS])
+def test_type_and_value_of_each_plain_argument_count(name):
+    values = [True, False, 1, 0, 1.0, 0.0, -0.0, 2, -5, -5.0, None, "", "0.0", tensor(1)]
+    keys = {fingerprint(**FULL | {name: value}) for value in values}
+    assert len(keys) == len(values)
+
+
+def test_names_places_and_modes_count(monkeypatch):
+    q, k = FULL["q"], FULL["k"]
+    keys = [fingerprint(q, k), fingerprint(q, k=k), fingerprint(q, q=k), fingerprint(q=q, k=k), fingerprint(q=q, v=k)]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            keys.append(fingerprint(q, k))
+    for variable in (config.MODE, config.UNTESTED, config.COST):
+        for value in ("", "0", "1"):
+            monkeypatch.setenv(variable.name, value)
+            keys.append(fingerprint(q, k))
+        monkeypatch.delenv(variable.name)
+    assert len(set(keys)) == len(keys) and fingerprint(q, k) == keys[0]
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+@pytest.mark.parametrize("value", [
+    torch.zeros(1).as_subclass(Subclass), types.SimpleNamespace(cu_seqlens=None), [0, 1], (1, 2), 1j, torch.float32, object(),
+    nested(), type("Number", (int,), {})(3),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_what_may_be_more_than_it_shows_has_no_fingerprint(backend, value):
+    assert fingerprint(**FULL | {"cp_context": value}) is None
+    for _ in range(2):
+        assert not decide(backend, **prefill(cp_context=value)).decision.accepted
+    assert len(backend.decided) == 2 and not memo._verdicts
+
+
+# ---- what is not remembered ----------------------------------------------------------------------------------------
+def test_switches_between_calls(backend, monkeypatch):
+    arguments = prefill(device="cpu")
+    monkeypatch.setattr(planning, "plan", lambda call, facts, plan=planning.plan: plan(call, facts)._replace(should_run=False))
+    for variable in (config.MODE, config.COST):
+        monkeypatch.setenv(variable.name, "")  # to be undone in the end
+    with dispatch_log.capture() as seen:
+        for mode, cost in (("auto", "off"), ("exact", "off"), ("auto", "on"), ("exact", "off"), ("auto", "off")):
+            os.environ[config.MODE.name], os.environ[config.COST.name] = mode, cost
+            verdict = decide(backend, **arguments)
+            verdict.log.record()
+    kernels = [(record.code, dict(record.params).get("arithmetic")) for record in seen]
+    assert kernels[0] == kernels[4] and kernels[1] == kernels[3] == ("accepted", "exact") and kernels[2] == ("cost", None)
+    assert kernels[0] != kernels[1] and len(backend.decided) == 3
+
+
+def test_strict_mode_between_calls(backend, monkeypatch):
+    verifier = backend.module.KdaCuteBackend().chunk_kda_verifier
+    arguments = prefill(dim=64)
+    assert not verifier(**arguments)[0]
+    monkeypatch.setenv(config.STRICT.name, "1")
+    assert verifier(**arguments) == (True, None)
+    with pytest.raises(backend.module.StrictModeError, match="head_dim"):
+        backend.module.KdaCuteBackend().chunk_kda(**arguments)
+    monkeypatch.delenv(config.STRICT.name)
+    assert not verifier(**arguments)[0]
+
+
+def test_environment_that_changes_during_a_decision(backend, monkeypatch):
+    arguments = prefill(device="cpu")
+
+    def plan(call, facts, plan=planning.plan):
+        monkeypatch.setenv(config.MODE.name, "exact")  # as another thread might
+        return plan(call, facts)
+
+    monkeypatch.setattr(planning, "plan", plan)
+    decide(backend, **arguments)
+    assert not memo._verdicts
+
+
+def test_failed_rules_are_tried_again(backend, monkeypatch):
+    gather = facts.gather
+    monkeypatch.setattr(facts, "gather", lambda call: 1 / 0)
+    assert decide(backend, **prefill()).decision.code == "internal_error"
+    monkeypatch.setattr(facts, "gather", gather)
+    assert decide(backend, **prefill()).decision.accepted
+
+
+def test_failed_preparation_is_tried_again(backend, monkeypatch):
+    arguments = prefill(device="cpu")
+    monkeypatch.setenv(config.STRICT.name, "1")
+    launcher = op.launcher
+    monkeypatch.setattr(op, "launcher", lambda spec: 1 / 0)
+    for _ in range(2):
+        with dispatch_log.capture() as seen, pytest.raises(ZeroDivisionError):
+            chunk_kda(**arguments)
+        assert [record.outcome for record in seen] == ["failed"] and seen[0].shapes[0] == arguments["q"].shape
+    monkeypatch.setattr(op, "launcher", launcher)
+    chunk_kda(**arguments)
+    assert len(backend.launched) == len(backend.decided) == 1
+
+
+# ---- memory and threads --------------------------------------------------------------------------------------------
+def test_no_tensor_is_kept(backend):
+    arguments = prefill(device="cpu", A_log=torch.nn.Parameter(torch.zeros(4)))
+    for _ in range(2):
+        result = chunk_kda(**arguments)
+    assert len(memo._verdicts) == 1
+    tensors = [*result, *arguments.values()]
+    held = [weakref.ref(value) for value in tensors if isinstance(value, torch.Tensor)]
+    del arguments, result, tensors
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 10
+
+
+def test_a_declined_call_keeps_no_tensor(backend):
+    arguments = prefill(dim=64)
+    backend.module.KdaCuteBackend().chunk_kda_verifier(**arguments)
+    assert len(memo._verdicts) == 1
+    held = weakref.ref(arguments["q"])
+    del arguments
+    gc.collect()
+    assert held() is None
+
+
+def test_the_memo_is_bounded(backend, monkeypatch):
+    monkeypatch.setattr(memo, "LIMIT", 8)
+    for tokens in range(1, 30):
+        assert decide(backend, **prefill(tokens=tokens)).decision.accepted
+        assert 1 <= len(memo._verdicts) <= 8
+
+
+def test_threads(backend, monkeypatch):
+    monkeypatch.setattr(memo, "LIMIT", 4)
+    wrong = []
+
+    def work(number):
+        arguments = prefill(scale=float(number), tokens=number)
+        for _ in range(200):
+            verdict = decide(backend, **arguments)
+            content = verdict.log.content
+            if content[-1][0] != number or content[7][0][1] != number:
+                wrong.append(content)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+# ---- time ----------------------------------------------------------------------------------------------------------
+def microseconds(function, number=500):
+    times = []
+    for _ in range(number):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
+def test_host_time_of_a_call(backend):
+    arguments = prefill(device="cpu", batch=1, tokens=16, heads=1)
+    chunk_kda(**arguments)
+    from fla.ops.kda import chunk_kda as entry_point
+
+    def call():
+        entry_point(**arguments)
+        backend.launched.clear()
+
+    def call_anew():
+        memo.clear()
+        call()
+
+    remembered = min(microseconds(call) for _ in range(5))
+    assert len(backend.decided) == 1
+    assert remembered < 0.6 * min(microseconds(call_anew) for _ in range(5))
+    assert remembered < 100  # a fifth of that where this was written; the machine may be slower, and busy
+
+
+def test_host_time_of_a_repeated_record(backend):
+    log = decide(backend, **prefill()).log
+    assert min(microseconds(log.record) for _ in range(5)) < 5

@@ -1,0 +1,118 @@
+"""The 64-token kernels: accuracy beside FLA's Triton kernels, and bits that no choice of how to run a call changes.
+
+What they share with the column split (tails, states, packed sequences, causality, streams) is tested there, setting by
+setting.
+"""
+
+import pytest
+import torch
+from gpu.launching import errors, finish, precise, right, run, run_auto, same, triton
+from kda_inputs import REGIMES, TOKEN_AXIS, of_heads, random_inputs, regime, sequence
+
+from fla_kda_backend import op, planning
+from fla_kda_backend.kernels.shared import record64
+
+pytestmark = pytest.mark.gpu
+HEADS = 2  # FLA tunes its kernels anew for every number of heads
+STRETCH = record64.EVERY * record64.CHUNK  # tokens between two checkpoints of the replay
+BOTH = pytest.mark.parametrize("setting", ["wy64", "wy64 replay"])
+
+
+# ---- accuracy ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", REGIMES)
+def test_errors_are_at_most_those_of_triton(name, seed, device, monkeypatch, record_property):
+    inputs = regime(name, 2048, HEADS, device, seed)
+    reference = precise(inputs)
+    found = run(inputs, "wy64")
+    ours, theirs = errors(found, reference), errors(triton(inputs, monkeypatch), reference)
+    record_property("errors", {"wy64": ours, "triton": theirs})
+    print(f"\n{name} {seed}: output, state: wy64 {ours[0]:.1e} {ours[1]:.1e}, Triton {theirs[0]:.1e} {theirs[1]:.1e}")
+    assert all(x.isfinite().all() for x in found)
+    assert ours[0] <= 1.05 * theirs[0] and ours[1] <= 1.05 * theirs[1]
+
+
+def test_one_key_repeated_for_long(device):
+    inputs = regime("repeated", 16_384, HEADS, device)
+    found = run(inputs, "wy64")
+    assert all(x.isfinite().all() for x in found)
+    ours = errors(found, precise(inputs))
+    assert ours[0] < 3e-2 and ours[1] < 1e-2
+    assert same(run(inputs, "wy64 replay"), found)
+
+
+@BOTH
+def test_a_state_dropped_at_a_checkpoint_is_noticed(setting, device):
+    tokens = 4 * STRETCH + 100
+    inputs = random_inputs(tokens, HEADS, state=None, device=device)
+    assert right(run(inputs, setting), inputs, setting)
+    stretches = torch.tensor([*range(0, tokens, STRETCH), tokens], device=device)
+    dropped, states = run(inputs | {"cu_seqlens": stretches}, "wy64")
+    assert not right((dropped, states[-1:]), inputs, setting)
+
+
+# ---- the same bits -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("heads, tokens", [
+    *((HEADS, STRETCH * n + more) for n in (1, 2) for more in (-63, 0, 1, 64, 65)),
+    (1, 32_768), (6, 8192), (20, 3000), (96, 2100),  # the last with more spines than an H200 has SMs
+])  # fmt: skip
+def test_replay_changes_no_bit(heads, tokens, device):
+    inputs = random_inputs(tokens, heads, device=device)
+    whole = run(inputs, "wy64")
+    replayed = [run(inputs, "wy64 replay") for _ in range(3)]
+    finish()
+    assert whole[0].isfinite().all() and whole[1].isfinite().all()
+    assert all(same(found, whole) for found in (*replayed, run(inputs, "wy64")))
+
+
+@pytest.mark.parametrize("lengths", [
+    [2048, 0, 2300, 1, 1024, 64, 1089], [1088] * 9, [63, 5000, 17], [3100, *[20] * 140, 2100],  # more than are sorted
+])  # fmt: skip
+def test_replay_of_packed_sequences_changes_no_bit(lengths, device):
+    offsets = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    inputs = random_inputs(offsets[-1], HEADS, cu_seqlens=offsets, device=device)
+    out, state = whole = run(inputs, "wy64")
+    found = run(inputs, "wy64 replay")
+    finish()
+    assert whole[0].isfinite().all() and same(found, whole)
+    longest = lengths.index(max(lengths))
+    rows = slice(*offsets[longest : longest + 2])
+    assert same(run(sequence(inputs, longest), "wy64 replay"), (out[:, rows], state[longest : longest + 1]))
+
+
+@BOTH
+@pytest.mark.parametrize("last", [62, 63, STRETCH - 1, STRETCH, STRETCH + 500, 2 * STRETCH + 190])
+def test_later_tokens_change_no_bit_of_a_long_prefix(setting, last, device):
+    inputs, other = (random_inputs(2 * STRETCH + 252, HEADS, seed=seed, device=device) for seed in range(2))
+    changed = {name: torch.cat([inputs[name][:, : last + 1], other[name][:, last + 1 :]], 1) for name in TOKEN_AXIS}
+    before, after = run(inputs, setting)[0], run(inputs | changed, setting)[0]
+    assert torch.equal(after[:, : last + 1], before[:, : last + 1])
+    assert not torch.equal(after[:, last + 1 :], before[:, last + 1 :])
+
+
+def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_heads(device):
+    """Under the plans that the auto mode chooses for each, with replay and without."""
+    lengths = [planning.REPLAY_TOKENS + 77, 300]
+    offsets = [0, lengths[0], sum(lengths)]
+    inputs = random_inputs(offsets[-1], 24, cu_seqlens=offsets, device=device)
+    out, state = run_auto(inputs)
+    alone = sequence(of_heads(inputs, [5]), 0)
+    assert not options(inputs)["replay"] and options(alone)["replay"]
+    assert same(run_auto(alone), (out[:, : lengths[0], [5]], state[:1, [5]]))
+    few = of_heads(inputs, [0, 23])
+    assert same(run_auto(few), (out[:, :, [0, 23]], state[:, [0, 23]]))
+
+
+def options(inputs):
+    batch, tokens, heads, _ = inputs["q"].shape
+    sequences = batch if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
+    return planning.wy64(batch * tokens, sequences, heads, 132).params
+
+
+@pytest.mark.parametrize("chunks", [5, 16, 35])
+def test_a_plan_with_replay_has_the_same_bits_in_segments(chunks, device, monkeypatch):
+    inputs = random_inputs(2300, HEADS, device=device)
+    assert options(inputs)["replay"]
+    whole = run_auto(inputs)
+    monkeypatch.setattr(op, "WORKSPACE_LIMIT", record64.workspace_bytes(chunks, HEADS))
+    assert same(run_auto(inputs), whole)
