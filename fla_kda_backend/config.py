@@ -108,6 +108,13 @@ COST = Variable(
     "on",
     "off: run every call that can run here, also where another implementation was measured to be faster.",
 )
+DETERMINISTIC = Variable(
+    "FLA_KDA_CUTE_DETERMINISTIC",
+    SWITCH,
+    "0",
+    "1: a sequence's bits depend neither on its batch nor on the number of heads. "
+    "All kernels of this version keep that anyway.",
+)
 CACHE_DIR = Variable(
     "FLA_KDA_CUTE_CACHE_DIR",
     None,
@@ -115,7 +122,7 @@ CACHE_DIR = Variable(
     "Directory of compiled kernels. By default fla_kda_backend in $XDG_CACHE_HOME, or in ~/.cache.",
 )
 
-VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, COST, CACHE_DIR)
+VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, COST, DETERMINISTIC, CACHE_DIR)
 
 
 def cache_dir():

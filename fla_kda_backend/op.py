@@ -10,12 +10,11 @@ except ImportError:  # a build without CUDA
 from .compiling.library import launcher
 from .compiling.spec import ARCHS, KernelSpec
 from .kernels.shared import record16, record64
-from .planning import Plan, column_split
+from .planning import WORKSPACE_LIMIT, Plan, column_split
 
 DIM = 128
 LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes; the kernels' vector accesses need it
-WORKSPACE_LIMIT = 1 << 31  # bytes; a call that would need more runs in segments of the time axis
 RECORDS = {"column_split": record16, "wy64": record64}  # layout of each family's workspace
 STATE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CU_NAMES = {torch.int32: "int32", torch.int64: "int64"}

@@ -2,10 +2,13 @@
 
 from typing import NamedTuple
 
+from .kernels.shared import record64
+
 BV_CHOICES = (32, 64, 128)
 V_DIM = 128
 WGMMA_CAPABILITY = (9, 0)  # the only one whose tensor cores have the instructions of the 64-token kernels
 REPLAY_TASKS = 40  # of 132 SMs; measured on an H200 at 8,192 tokens: 40 tasks 83 against 93 us, 48 tasks 91 against 95
+WORKSPACE_LIMIT = 1 << 31  # bytes; a call that would need more runs in segments of the time axis
 REPLAY_TOKENS = 2048  # a sequence, on average; measured: 2,048 tokens 22 against 26 us, 1,024 tokens no difference
 
 
@@ -25,7 +28,13 @@ class Plan(NamedTuple):
 
 
 def plan(call, facts):
-    """The Plan of an eligible call."""
+    """The Plan of an eligible call.
+
+    The family follows from the mode and the GPU alone: on an H200 the 64-token kernels were the fastest in every measured
+    shape, from one to 128 sequences and 6 to 96 heads (benchmarks/results/h200.csv), Triton's included. What depends on
+    the shape below, replay, columns and warps, changes no bit. So nothing is left to another implementation, and
+    FLA_KDA_CUTE_DETERMINISTIC has nothing to switch.
+    """
     if facts.mode == "exact":
         return column_split("exact", call.num_sequences, call.heads, facts.sm_count)
     if facts.capability == WGMMA_CAPABILITY:
@@ -36,7 +45,12 @@ def plan(call, facts):
 def wy64(tokens, num_sequences, heads, sm_count):
     """The 64-token kernels: half of the value columns a task; replay where many SMs would idle beside long chains."""
     tasks = 2 * num_sequences * heads
-    replay = 0 < tasks <= REPLAY_TASKS * sm_count // 132 and tokens // num_sequences >= REPLAY_TOKENS
+    slots = (tokens >> record64.LOG2_CHUNK) + num_sequences
+    replay = (
+        0 < tasks <= REPLAY_TASKS * sm_count // 132
+        and tokens // num_sequences >= REPLAY_TOKENS
+        and record64.workspace_bytes(slots, heads, replay=True) <= WORKSPACE_LIMIT  # all checkpoints in one launch
+    )
     grid = max(sm_count, 2 * tasks) if replay else min(tasks, sm_count)
     return Plan("wy64", (("max_ctas", sm_count), ("replay", replay)), grid)
 

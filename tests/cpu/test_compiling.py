@@ -87,10 +87,12 @@ def test_sources_of_the_kernel_are_in_the_key(tmp_path):
     assert changed("op.py") in seen  # no part of the compiled code
 
 
-def test_specs_for_demo_are_both_settings():
+def test_specs_for_demo_are_those_of_every_setting():
     for spec in specs_for_demo():
         assert set(dict(spec.options)) <= set(BASE) and spec.arch == "sm_90a"
-    assert {dict(spec.options)["arithmetic"] for spec in specs_for_demo()} == {"exact", "robust"}
+    column_split = [spec for spec in specs_for_demo() if spec.family == "column_split"]
+    assert {dict(spec.options)["arithmetic"] for spec in column_split} == {"exact", "robust"}
+    assert [spec.family for spec in specs_for_demo()].count("wy64") == 1
 
 
 # ---- where a process finds a kernel ----------------------------------------------------------------------------------

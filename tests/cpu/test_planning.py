@@ -99,3 +99,19 @@ def test_replay_needs_idle_sms(sm_count):
 @pytest.mark.parametrize("sequences, heads", [(0, 4), (4, 0), (0, 0)])
 def test_nothing_to_do_is_planned_too(sequences, heads):
     assert planning.wy64(0, sequences, heads, 132).params == {"max_ctas": 132, "replay": False, "grid": 0}
+
+
+@pytest.mark.parametrize("mode", ["auto", "exact"])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_family_depends_on_no_shape(capability, mode):
+    """What FLA_KDA_CUTE_DETERMINISTIC promises."""
+    facts = H200._replace(mode=mode, capability=capability)
+    calls = [prefill(batch=batch, tokens=tokens, heads=heads)
+             for batch in (1, 8, 100) for tokens in (1, 64, 5000, 100_000) for heads in (1, 6, 96)]  # fmt: skip
+    plans = [planning.plan(parse((), call), facts) for call in calls]
+    assert len({(plan.kernel, plan.params.get("arithmetic")) for plan in plans}) == 1
+
+
+def test_no_replay_in_segments():
+    assert planning.wy64(90_000, 1, 20, 132).params["replay"]
+    assert not planning.wy64(100_000, 1, 20, 132).params["replay"]  # more than WORKSPACE_LIMIT
