@@ -254,6 +254,7 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
             cute.arch.mbarrier_wait(sm.output.full + out_stage, out_phase)
             image = sm.qka.toint() + out_stage * QKA_BYTES
             states.load_state(image, self.initial, self.state_v_first, t.flat_s)
+            ptx.fence_proxy_async()  # these reads before the copy that the stage takes next
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(sm.output.empty + out_stage)

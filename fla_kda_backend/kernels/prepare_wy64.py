@@ -410,6 +410,7 @@ class PrepareWY64(PrepareSteps):
         channels = half * (TILE_BYTES // 2) + (row8 + 8 * (lane >> 4)) * 128 + (((2 * band + upper) ^ row8) << 4)
         v_at, w_at = p.tile(n, V) + channels, p.tile(n, G) + channels
         x = [[ptx.ldmatrix_x4_trans(tile + b * 2048) for tile in (v_at, w_at)] for b in range(BANDS)]
+        ptx.fence_proxy_async()  # the reads of V before the next K, which the copy engine brings into its tile
         if warp == 0:
             cute.arch.barrier(barrier_id=V_TAKEN, number_of_threads=self.threads)
             self.load(p, n + 1, K)

@@ -29,7 +29,8 @@ def _inside(token, tokens):
 def sequence(s, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
     """First token, length in tokens and slot base of sequence `s`.
 
-    Packed: `seq_len` is the number of tokens in the tensors, and no entry of cu_seqlens reaches beyond them.
+    Packed: `seq_len` is the number of tokens in the tensors. Entries of cu_seqlens outside them are clamped to them, and
+    where entries fall the sequence is empty: nothing that stands in cu_seqlens makes a kernel hang or leave its tensors.
     """
     return placed(s, entries(s, cu_seqlens, cu_dtype), seq_len, log2_chunk, cu_dtype)
 
@@ -52,7 +53,7 @@ def placed(s, entries, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass
         return s * seq_len, seq_len, s * chunks
     else:
         begin, end = _inside(entries[0], seq_len), _inside(entries[1], seq_len)
-        return begin, end - begin, (begin >> log2_chunk) + s
+        return begin, cutlass.max(end - begin, Int32(0)), (begin >> log2_chunk) + s
 
 
 @cute.jit
