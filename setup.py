@@ -26,8 +26,8 @@ setup(
         "torch>=2.7",
         "triton>=3.3",
         "flash-linear-attention>=0.6",
-        "nvidia-cutlass-dsl[cu13]>=4.8",
-        "apache-tvm-ffi>=0.1",
+        "nvidia-cutlass-dsl[cu13]>=4.8.1",
+        "apache-tvm-ffi>=0.1.15",
     ],
     extras_require={
         "test": ["pytest", "hypothesis", "numpy", "ruff", "setuptools", "wheel"],
