@@ -20,16 +20,17 @@ STATE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CU_NAMES = {torch.int32: "int32", torch.int64: "int64"}
 
 
-def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_split"):
+def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_split", replay=False):
     """Bytes of workspace that a call allocates.
 
     tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). "column_split": a record of
-    13,888 bytes for each 16-token chunk and head; "wy64": 71,184 bytes for each 64-token chunk and head, and with few
-    heads 65,536 more for every 16th. At most WORKSPACE_LIMIT, or one chunk of every head where that is more.
+    13,888 bytes for each 16-token chunk and head; "wy64": 71,184 bytes for each 64-token chunk and head, with replay (as
+    the call's plan says) 65,536 more for every 16th. At most WORKSPACE_LIMIT, or one chunk of every head where that is more.
     """
     record = RECORDS[kernel]
     slots = record.slots(tokens, num_sequences, seq_len)
-    return record.workspace_bytes(_slots_a_segment(record, slots, heads), heads)
+    segment = _slots_a_segment(record, slots, heads)
+    return record.workspace_bytes(segment, heads, replay and segment == slots)  # segments exclude replay
 
 
 def run(call, plan):
@@ -127,7 +128,8 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
             x is None or x.is_contiguous(), f"{name} must be contiguous, got strides {x is not None and x.stride()}"
         )
     require(
-        out.data_ptr() % 16 == 0, f"out must be 16-byte aligned, got an address {out.data_ptr() % 16} bytes past that"
+        out.data_ptr() % ALIGNMENT == 0,
+        f"out must be {ALIGNMENT}-byte aligned, got an address {out.data_ptr() % ALIGNMENT} bytes past that",
     )
 
 
@@ -169,8 +171,7 @@ class Launch:
         )
         spec = _specs.get((plan.kernel, device.index, options)) or _spec(plan.kernel, device, options)
         self.kernels = launcher(spec)
-        replay = ("replay", True) in spec.options
-        self.workspace = record.workspace_bytes(segment, heads, replay) if replay else record.workspace_bytes(segment, heads)
+        self.workspace = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
         self.settings = float(scale), float(lower_bound) * LOG2E, length, num_sequences, heads
         self.segments = [(begin, min(begin + segment, slots)) for begin in range(0, slots, segment)]
 

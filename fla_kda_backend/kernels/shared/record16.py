@@ -20,6 +20,6 @@ def slots(tokens, num_seqs, seq_len=None):
     return num_seqs * ((seq_len + CHUNK - 1) >> LOG2_CHUNK)
 
 
-def workspace_bytes(slots, heads):
-    """Bytes of the workspace of a launch over `slots` slots."""
+def workspace_bytes(slots, heads, replay=False):
+    """Bytes of the workspace of a launch over `slots` slots; replay is the 64-token kernels' and adds nothing here."""
     return slots * heads * RECORD_BYTES
