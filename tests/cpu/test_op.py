@@ -283,6 +283,8 @@ def test_workspace_bytes(tokens, sequences, heads, seq_len, slots):
 ])  # fmt: skip
 def test_workspace_bytes_of_the_64_token_kernels(tokens, sequences, heads, seq_len, slots):
     assert op.workspace_bytes(tokens, sequences, heads, seq_len, kernel="wy64") == slots * heads * 71184
+    checkpoints = -(-slots // 16) * heads * 65536
+    assert op.workspace_bytes(tokens, sequences, heads, seq_len, "wy64", True) == slots * heads * 71184 + checkpoints
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -304,7 +306,7 @@ def test_what_is_allocated_is_what_a_launch_needs(launched, monkeypatch, setting
     for spec, arguments in launched:
         begin, end = arguments[-3:-1]
         replay = dict(spec.options).get("replay", False)
-        needed = record.workspace_bytes(end - begin, heads, **({"replay": True} if replay else {}))
+        needed = record.workspace_bytes(end - begin, heads, replay)
         assert needed <= size and (needed == size or limit)
         assert replay == (setting == "wy64 replay" and not limit)
 

@@ -97,6 +97,17 @@ def triton(inputs, monkeypatch):
     return result
 
 
+def beside_triton(setting, inputs, monkeypatch, record_property):
+    """(result, its errors, those of FLA's Triton kernels), errors of output and state against double precision."""
+    reference = precise(inputs)
+    found = run(inputs, setting)
+    assert all(x.isfinite().all() for x in found)
+    ours, theirs = errors(found, reference), errors(triton(inputs, monkeypatch), reference)
+    record_property("errors", {setting: ours, "triton": theirs})
+    print(f"\noutput, state: {setting} {ours[0]:.1e} {ours[1]:.1e}, Triton {theirs[0]:.1e} {theirs[1]:.1e}")
+    return found, ours, theirs
+
+
 def finish(seconds=20):
     """Wait for the current stream, but not for ever."""
     done = torch.cuda.Event()

@@ -2,7 +2,7 @@
 
 import pytest
 from golden import relative_error
-from gpu.launching import errors, precise, right, run, triton
+from gpu.launching import beside_triton, errors, precise, right, run
 from kda_inputs import REGIMES, regime
 
 pytestmark = pytest.mark.gpu
@@ -12,12 +12,7 @@ HEADS = 2  # FLA tunes its kernels anew for every number of heads
 @pytest.mark.parametrize("name", REGIMES)
 def test_errors_are_near_those_of_triton(name, device, monkeypatch, record_property):
     inputs = regime(name, 2048, HEADS, device)
-    reference = precise(inputs)
-    found = run(inputs, "robust")
-    ours, theirs = errors(found, reference), errors(triton(inputs, monkeypatch), reference)
-    record_property("errors", {"robust": ours, "triton": theirs})
-    print(f"\n{name}: output, state: robust {ours[0]:.1e} {ours[1]:.1e}, Triton {theirs[0]:.1e} {theirs[1]:.1e}")
-    assert all(x.isfinite().all() for x in found)
+    found, ours, theirs = beside_triton("robust", inputs, monkeypatch, record_property)
     assert ours[0] <= 1.5 * theirs[0] and ours[1] <= 1.5 * theirs[1]
     if name != "repeated":  # where sums in another order matter more
         assert right(found, inputs, "robust")

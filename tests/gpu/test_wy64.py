@@ -6,7 +6,7 @@ setting.
 
 import pytest
 import torch
-from gpu.launching import errors, finish, precise, right, run, run_auto, same, triton
+from gpu.launching import beside_triton, errors, finish, precise, right, run, run_auto, same
 from kda_inputs import REGIMES, TOKEN_AXIS, of_heads, random_inputs, regime, sequence
 
 from fla_kda_backend import op, planning
@@ -23,12 +23,7 @@ BOTH = pytest.mark.parametrize("setting", ["wy64", "wy64 replay"])
 @pytest.mark.parametrize("name", REGIMES)
 def test_errors_are_at_most_those_of_triton(name, seed, device, monkeypatch, record_property):
     inputs = regime(name, 2048, HEADS, device, seed)
-    reference = precise(inputs)
-    found = run(inputs, "wy64")
-    ours, theirs = errors(found, reference), errors(triton(inputs, monkeypatch), reference)
-    record_property("errors", {"wy64": ours, "triton": theirs})
-    print(f"\n{name} {seed}: output, state: wy64 {ours[0]:.1e} {ours[1]:.1e}, Triton {theirs[0]:.1e} {theirs[1]:.1e}")
-    assert all(x.isfinite().all() for x in found)
+    _, ours, theirs = beside_triton("wy64", inputs, monkeypatch, record_property)
     assert ours[0] <= 1.05 * theirs[0] and ours[1] <= 1.05 * theirs[1]
 
 

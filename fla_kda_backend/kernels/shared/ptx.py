@@ -314,7 +314,6 @@ lds_volatile_v4_b32 = instruction(
     volatile=True,
     doc="16 aligned bytes; ptxas keeps the load where it stands among WGMMAs.",
 )
-ldg_v2_f32 = instruction("ld.global.v2.f32 {$0, $1}, [$2];", "ff", "l", volatile=True, doc="Two fp32, 8-byte aligned.")
 ldg_v4_f32 = instruction(
     "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", volatile=True, doc="Four fp32, 16-byte aligned."
 )
@@ -359,13 +358,6 @@ def lds_words(address, count):
 
 
 # ---- asynchronous copies -----------------------------------------------------------------------------------------
-cp_async_16 = instruction(
-    "cp.async.cg.shared.global [$0], [$1], 16;",
-    "",
-    "rl",
-    volatile=True,
-    doc="Copy 16 bytes global -> shared, asynchronously.",
-)
 cp_async_16_or_zero = instruction(
     "cp.async.cg.shared.global [$0], [$1], 16, $2;",
     "",
@@ -373,25 +365,6 @@ cp_async_16_or_zero = instruction(
     volatile=True,
     doc="Copy the first n of 16 bytes and zero the rest; with n = 0 the source is not read.",
 )
-cp_async_4 = instruction(
-    "cp.async.ca.shared.global [$0], [$1], 4;",
-    "",
-    "rl",
-    volatile=True,
-    doc="Copy 4 bytes global -> shared, asynchronously.",
-)
-cp_async_commit = instruction("cp.async.commit_group;", "", "", volatile=True, doc="Close a group of cp.async copies.")
-_cp_async_wait = [
-    instruction(f"cp.async.wait_group {n};", "", "", volatile=True, doc=f"Wait until at most {n} groups are open.")
-    for n in range(4)
-]
-
-
-def cp_async_wait(open_groups):
-    """Wait until at most `open_groups` (0 to 3) cp.async groups of this thread are open."""
-    _cp_async_wait[open_groups]()
-
-
 cp_async_wait_all = instruction(
     "cp.async.wait_all;", "", "", volatile=True, doc="Wait for all cp.async of this thread, committed or not."
 )
@@ -424,18 +397,12 @@ bulk_wait_read = instruction(
     volatile=True,
     doc="Wait until this thread's bulk stores have read their source.",
 )
-bulk_wait = instruction(
-    "cp.async.bulk.wait_group 0;", "", "", volatile=True, doc="Wait until this thread's bulk stores are complete."
-)
 fence_proxy_async = instruction(
     "fence.proxy.async.shared::cta;",
     "",
     "",
     volatile=True,
     doc="Make this thread's ordinary shared-memory accesses visible to the copy engine and the tensor cores.",
-)
-prefetch_l2 = instruction(
-    "prefetch.global.L2 [$0];", "", "l", volatile=True, doc="Bring a line of global memory into the L2."
 )
 
 # ---- programmatic dependent launch --------------------------------------------------------------------------------
