@@ -219,10 +219,10 @@ _specs: dict[tuple, KernelSpec] = {}
 
 
 def _spec(kernel, device, options):
-    """The spec of a variant on a device; segments exclude replay, whose checkpoints lie in one launch."""
+    """The spec of a variant on a device; segments exclude replay and overlap, which need all records in one launch."""
     chosen = dict(options)
-    if chosen["segmented"] and chosen.get("replay"):
-        chosen["replay"] = False
+    if chosen["segmented"]:
+        chosen |= {name: False for name in ("replay", "overlap") if name in chosen}
     spec = KernelSpec.of(kernel, ARCHS[torch.cuda.get_device_capability(device)], **chosen)
     _specs[kernel, device.index, options] = spec
     return spec

@@ -41,7 +41,10 @@ def launch(spec, q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, o
     chunk = CHUNKS[spec.family]
     kinds = {name: options[name] for name in ("initial", "final")}
     settings = {} if options.get("arithmetic") == "exact" else ROBUST
-    assert not (options["segmented"] and options.get("replay")), "a checkpoint must lie in the same launch"
+    if options["segmented"]:
+        assert not (options.get("replay") or options.get("overlap")), "all records must lie in the same launch"
+    if options.get("overlap"):
+        assert cu_seqlens == 0 or num_seqs == 1, "prepare must know every chunk's place in time"
     assert (cu_seqlens == 0) == (options["cu_dtype"] is None)
     assert (initial_state == 0) == (kinds["initial"] is None) and (final_state == 0) == (kinds["final"] is None)
     assert (carry_in == 0) == (carry_out == 0) == (not options["segmented"])

@@ -24,10 +24,10 @@ from cutlass.cute.nvgpu import warpgroup
 from fla_kda_backend.kernels.chain_wy64 import ChainWY64
 from fla_kda_backend.kernels.shared import ptx, sequences, states
 from fla_kda_backend.kernels.shared.chain_fragments import A_COLUMN, K_MAJOR, MN_MAJOR, QK_BYTES
+from fla_kda_backend.kernels.shared.chain_transfers import PAUSE
 from fla_kda_backend.kernels.shared.record64 import CHUNK, EVERY, FLAG_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
 from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Item
 
-PAUSE = (32, 128)  # ns, of a waiting thread: the first and the longest
 SPINE = -1  # its segment number
 
 
@@ -38,6 +38,7 @@ class ChainReplayWY64(ChainWY64):
     """
 
     resumes = True
+    link_time = 50  # of the spine
 
     def __init__(self, **options):
         super().__init__(segmented=False, **options)
@@ -112,7 +113,8 @@ class ChainReplayWY64(ChainWY64):
         """Set the flag of each of a spine CTA's checkpoints once its chain warps have written it."""
         item = self.item_now(p, Int32(0))
         if item.ends and thread == 0:
-            ptx.dependency_wait()
+            if const_expr(not self.overlap):
+                ptx.dependency_wait()
             parity = Int32(0)
             flag = p.flag(item.head, item.slot, item.half)
             for _checkpoint in cutlass.range(item.plain // EVERY - 1, unroll=1):
@@ -125,7 +127,8 @@ class ChainReplayWY64(ChainWY64):
 
     @cute.jit
     def resume(self, p, item, t):
-        ptx.dependency_wait()
+        if const_expr(not self.overlap):
+            ptx.dependency_wait()
         slot = item.slot + item.first
         address = p.flag(item.head, slot, item.half)
         flag, pause = ptx.ldg_acquire_b32(address), Int32(PAUSE[0])

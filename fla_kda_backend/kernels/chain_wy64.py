@@ -61,7 +61,7 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
 
     cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". segmented: a
     launch may cover only some of the call's slots. state_v_first: states are [N, H, V, K], else [N, H, K, V]. max_ctas:
-    CTAs to spread the tasks over (the number of SMs).
+    CTAs to spread the tasks over (the number of SMs). overlap: see wy64.py.
     """
 
     CHAIN_WARPS = 4
@@ -71,11 +71,11 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
     HEADER_BYTES = 1024
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, state_v_first=True, max_ctas=132,
-                 stages=(4, 3)):  # fmt: skip
+                 stages=(4, 3), overlap=False):  # fmt: skip
         if cu_dtype not in sequences.CU_DTYPES or initial not in states.STATES or final not in states.STATES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
-        self.state_v_first, self.max_ctas = state_v_first, max_ctas
+        self.state_v_first, self.max_ctas, self.overlap = state_v_first, max_ctas, overlap
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
         self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages
@@ -145,6 +145,7 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
 
     # ---- what the replay does differently (chain_replay_wy64.py)
 
+    link_time = 90  # beside an overlapped prepare, see there; measured on an H200
     resumes = False  # whether an item may begin inside a sequence although the launch is not segmented
 
     def grid(self, tasks):

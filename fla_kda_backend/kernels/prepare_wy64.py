@@ -1,7 +1,9 @@
 """Prepare kernel for chunks of 64 tokens in WY form: everything of KDA that does not depend on the state.
 
-CTAs of 256 threads, two on an SM; each works through the (chunk, head) pairs block, block + grid, ..., the last chunks
-first: the chain begins with the first ones and finds them in the L2. A chunk's tokens are four bands of 16. With i, j
+Teams of 256 threads, two on an SM; each works through the (chunk, head) pairs team, team + teams, ... A team is a CTA, and
+the last chunks go first: the chain begins with the first ones and finds them in the L2. Overlapped, both teams of an SM
+are one CTA, chunks go in order of time, a flag says of each record that it is written, and after some rounds some CTAs
+end, so that the chain runs on their SMs while the others go on. A chunk's tokens are four bands of 16. With i, j
 tokens, b, c bands, G the sum of log2 decays from the chunk's start, l the same from the start of the token's own band
 and t[b] the sum over band b:
 
@@ -80,21 +82,26 @@ from fla_kda_backend.kernels.shared.record64 import (
     K_END_AT,
     LOG2_CHUNK,
     Q_AT,
+    READY_AT,
     RECORD_BYTES,
     U_AT,
     U_BYTES,
     W_AT,
 )
-from fla_kda_backend.kernels.shared.wy64 import clear_flags
+from fla_kda_backend.kernels.shared.wy64 import clear_flags, flag_address
 
-# shared memory before the tiles: mbarriers of g, q, k, v; of two chunks in turn the plan and sigmoid(beta)
+# shared memory of a team before its tiles: mbarriers of g, q, k, v; of two chunks in turn the plan and sigmoid(beta)
 PLAN, BETA, HEADER_BYTES = 64, 128, 1024
 # of a plan: rows from the chunk's first to the sequence's end (0: no chunk), the number of the (chunk, head) pair, first
 # token, chunk of the sequence; for the next plan: sequences up to this one, chunks behind it
 ROWS, TASK, HEAD, SLOT, TOKEN, INDEX, SEQUENCES, BEHIND = range(0, 32, 4)
 G, Q, K, V = range(4)
-V_TAKEN = 8  # barrier: v and K_start are in registers. 1 to 3: the two warps of a band
-CTAS_PER_SM = 2
+TEAM = 256  # threads
+TEAMS = 2  # on an SM
+STAGGER = 3000  # ns; the first records are there the sooner, and the teams of an SM come to differ in what they need of it
+STRIDE = -(-TILES_BYTES // 1024) * 1024  # from team to team, of tiles
+# named barriers of a team, of 8: all its threads; 1 to 3, the two warps of a band; all but warp 0 only arrive
+ALL, V_TAKEN = 0, 4
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,8 @@ class Problem:
     heads: Int32
     slot_begin: Int32
     slots: Int32
+    rounds: Int32
+    stay: Int32
 
     def plan(self, n):
         """Address of the plan of the CTA's chunk number n."""
@@ -136,16 +145,21 @@ class Problem:
 
 
 class PrepareWY64(PrepareSteps):
-    """Compile-time facts: the dtype of cu_seqlens (None: equal lengths), how many CTAs to launch at most, and zero_start:
-    the chain needs neither W nor Q of a sequence's first chunk, which are then not written."""
+    """Compile-time facts: the dtype of cu_seqlens (None: equal lengths); max_ctas: the number of SMs; zero_start: the chain
+    needs neither W nor Q of a sequence's first chunk, which are then not written; link_time, for the overlapped kernel: what
+    a link of the chain takes, in thousandths of what a chunk takes a team. Overlapped, cu_seqlens holds one sequence, and
+    the launch covers all slots."""
 
-    threads = 256
-    smem_bytes = HEADER_BYTES + TILES_BYTES
 
-    def __init__(self, cu_dtype=None, max_ctas=132 * CTAS_PER_SM, zero_start=False):
+    def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, link_time=None):
         if cu_dtype not in sequences.CU_DTYPES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}")
         self.cu_dtype, self.max_ctas, self.zero_start = cu_dtype, max_ctas, zero_start
+        self.overlap, self.link_time = link_time is not None, link_time
+        # Only a CTA of both teams leaves an SM as a whole.
+        self.teams = TEAMS if self.overlap else 1
+        self.threads = self.teams * TEAM
+        self.smem_bytes = self.teams * (HEADER_BYTES + STRIDE)
 
     @cute.jit
     def __call__(self, q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
@@ -155,16 +169,33 @@ class PrepareWY64(PrepareSteps):
         if const_expr(self.cu_dtype is None):
             tokens = seq_len * num_seqs
         g_map, q_map, k_map, v_map = (self.tensor_map(x, tokens, heads) for x in (g, q, k, v))
+        pairs = (slot_end - slot_begin) * heads
+        rounds, stay, grid = self.schedule(pairs, num_seqs, heads)
         self.kernel(
             g_map[0], q_map[0], k_map[0], v_map[0], g_map[1], beta, a_log, dt_bias, out, cu_seqlens, workspace, scale,
-            gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end - slot_begin,
+            gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end - slot_begin, rounds, stay,
         ).launch(
-            grid=[cutlass.min((slot_end - slot_begin) * heads, self.max_ctas), 1, 1],
+            grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=CTAS_PER_SM,
+            min_blocks_per_mp=TEAMS // self.teams,
             preferred_smem_carveout=100,
         )  # fmt: skip
+
+    @cute.jit
+    def schedule(self, pairs, num_seqs, heads):
+        """(rounds, stay, grid). Of the overlapped kernel: after `rounds` chunks all CTAs but the first `stay` end and leave
+        their SMs to the chain, which then ends soon after the last chunk is prepared."""
+        rounds = stay = Int32(0)
+        ctas = const_expr(self.max_ctas * TEAMS // self.teams)
+        grid = cutlass.min((pairs + (self.teams - 1)) // self.teams, ctas)
+        if const_expr(self.overlap):
+            stay = cutlass.min(self.max_ctas - 2 * num_seqs * heads, grid)
+            meanwhile = pairs // (num_seqs * heads) * self.link_time * TEAMS * stay // 1000
+            rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)
+            if rounds == 0:
+                grid = stay
+        return rounds, stay, grid
 
     def tile_layout(self):
         """64 rows x 64 channels with 128-byte swizzle, twice."""
@@ -199,48 +230,110 @@ class PrepareWY64(PrepareSteps):
         heads: Int32,
         slot_begin: Int32,
         slots: Int32,
+        rounds: Int32,  # see schedule
+        stay: Int32,
     ):
-        ptx.dependency_launch()
+        if const_expr(not self.overlap):
+            ptx.dependency_launch()
         allocator = SmemAllocator()
-        full = allocator.allocate_array(Int64, HEADER_BYTES // 8)
-        tiles = allocator.allocate_array(BFloat16, TILES_BYTES // 2, byte_alignment=1024)
+        full = allocator.allocate_array(Int64, self.teams * HEADER_BYTES // 8)
+        tiles = allocator.allocate_array(BFloat16, self.teams * STRIDE // 2, byte_alignment=1024)
+        team = self.team()
+        if const_expr(self.teams > 1):
+            full += team * (HEADER_BYTES // 8)
+            tiles += cute.assume(team * (STRIDE // 2), divby=512)
         p = Problem(full, tiles, full.toint(), tiles.toint(), (g_map, q_map, k_map, v_map), coordinates, beta, a_log, dt_bias,
-                    cu_seqlens, workspace, seq_len, num_seqs, heads, slot_begin, slots)  # fmt: skip
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+                    cu_seqlens, workspace, seq_len, num_seqs, heads, slot_begin, slots, rounds, stay)  # fmt: skip
+        warp, _, _, _ = self.warp_lane()
         if const_expr(self.cu_dtype is not None):
-            self.clear_outside(p, out, thread)
+            self.clear_outside(p, out)
+        if const_expr(self.overlap):
+            self.clear_own_flags(p)
+            cute.arch.sync_threads()
+            ptx.dependency_launch()
+            if team == 1:
+                ptx.nanosleep(Int32(STAGGER))
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(full + i, 1)
             cute.arch.mbarrier_init_fence()
             n = Int32(0)
-            self.make_plan(p, n, block, p.num_seqs, n)
+            self.make_plan(p, n, self.task_of(p, n, team), p.num_seqs, n)
             for which in cutlass.range_constexpr(3):
                 self.load(p, n, which)
             self.load_tables(p, n)
-        cute.arch.sync_threads()
+        self.sync()
         n = Int32(0)
         rows = ptx.lds_b32(p.plan(n) + ROWS)
         while rows > 0:
             self.chunk(p, n, rows, scale, gate_scale)
             n += 1
             rows = ptx.lds_b32(p.plan(n) + ROWS)
-        ptx.bulk_wait_read()
+        if const_expr(self.overlap):
+            if warp == 0:
+                with cute.arch.elect_one():
+                    self.release(p, n)
+        else:
+            ptx.bulk_wait_read()
 
     @cute.jit
-    def clear_outside(self, p, out, thread):
-        """Zero this CTA's share of the output rows that no sequence covers."""
+    def clear_outside(self, p, out):
+        """Zero this team's share of the output rows that no sequence covers."""
         first, end = sequences.span(p.num_seqs, p.cu_seqlens, self.cu_dtype)
         if first > 0 or end < p.seq_len:
-            block, _, _ = cute.arch.block_idx()
-            grid, _, _ = cute.arch.grid_dim()
-            for task in cutlass.range(block, p.slots * p.heads, grid, unroll=1):
+            worker, workers = self.worker(self.team())
+            thread = ptx.thread_index() & (TEAM - 1)
+            for task in cutlass.range(worker, p.slots * p.heads, workers, unroll=1):
                 slot = task // p.heads
                 sequences.clear_rows(out, (p.slot_begin + slot) * CHUNK, CHUNK, first, end, p.seq_len, task - slot * p.heads,
-                                     p.heads, thread, self.threads)  # fmt: skip
+                                     p.heads, thread, TEAM)  # fmt: skip
+
+    # ---- the overlapped kernel: who prepares what, and the flags of what is prepared ---------------------------------
+    def task_of(self, p, n, team):
+        """Number n of the team's (chunk, head) pairs; beyond all of them where its CTA has left before."""
+        worker, workers = self.worker(team)
+        task = n * workers + worker
+        if const_expr(self.overlap):
+            block, _, _ = cute.arch.block_idx()
+            later = p.rounds * workers + ((n - p.rounds) * TEAMS + team) * p.stay + block
+            later = ptx.less_b32(block, p.stay, later, p.slots * p.heads)
+            task = ptx.less_b32(n, p.rounds, task, later)
+        return task
+
+    def slot_of(self, p, number):
+        """(sequence, chunk, slot) of chunk `number` of every head, in order of time over all sequences."""
+        seq_chunks = p.slots // p.num_seqs
+        chunk = number // p.num_seqs
+        seq = number - chunk * p.num_seqs
+        if const_expr(self.cu_dtype is not None):  # one sequence
+            _, _, base = sequences.sequence(Int32(0), p.cu_seqlens, p.seq_len, LOG2_CHUNK, self.cu_dtype)
+            return Int32(0), number, base + number
+        return seq, chunk, seq * seq_chunks + chunk
+
+    @cute.jit
+    def clear_own_flags(self, p):
+        """Clear the flags of the records that this team will write. All do so before the chain may start."""
+        thread = ptx.thread_index()
+        n, team = thread & (TEAM - 1), thread // TEAM  # not by self.team(): lanes leave the loop one by one
+        task = self.task_of(p, n, team)
+        while task < p.slots * p.heads:
+            number = task // p.heads
+            _, _, slot = self.slot_of(p, number)
+            if slot < p.slots:
+                clear_flags(p.workspace, p.heads, p.slots, task - number * p.heads, slot)
+            n += TEAM
+            task = self.task_of(p, n, team)
+        ptx.fence_gpu()
+
+    @cute.jit
+    def release(self, p, n):
+        """By the thread that stores: the record of the CTA's chunk before number n is written."""
+        ptx.bulk_wait()
+        if n > 0:
+            head, slot = ptx.lds_v2_b32(p.plan(n - 1) + HEAD)
+            ptx.fence_proxy_async()
+            ptx.stg_release_b32(flag_address(p.workspace, p.heads, p.slots, head, slot) + READY_AT, Int32(1))
 
     # ---- plans and loads: warp 0 -----------------------------------------------------------------------------------
     @cute.jit
@@ -250,7 +343,10 @@ class PrepareWY64(PrepareSteps):
         (seq_len,) = ptx.pin([p.seq_len])
         number = task // p.heads
         slot, s = p.slots - 1 - number, Int32(-1)
-        if const_expr(self.cu_dtype is None):
+        if const_expr(self.overlap):
+            if number < p.slots:
+                s, _, slot = self.slot_of(p, number)
+        elif const_expr(self.cu_dtype is None):
             if slot >= 0:
                 s = sequences.sequence_of_slot(p.slot_begin + slot, p.num_seqs, p.cu_seqlens, seq_len, LOG2_CHUNK, None)
         else:
@@ -262,7 +358,7 @@ class PrepareWY64(PrepareSteps):
         if s >= 0:
             begin, length, base = sequences.sequence(s, p.cu_seqlens, seq_len, LOG2_CHUNK, self.cu_dtype)
             base -= p.slot_begin
-            if const_expr(self.cu_dtype is not None):
+            if const_expr(self.cu_dtype is not None and not self.overlap):
                 end = cutlass.min(base + ((length + (CHUNK - 1)) >> LOG2_CHUNK), p.slots)
                 slot = end - 1 - (number - behind)
             index = slot - base
@@ -301,8 +397,9 @@ class PrepareWY64(PrepareSteps):
                 x.append(ptx.ldg_nc_bf16(p.beta + (Int64(row) * Int64(p.heads) + Int64(head)) * 2))
             rate = ptx.ldg_nc_f32(p.a_log + Int64(head) * 4)
             bias = ptx.ldg_v4_f32(p.dt_bias + Int64(head) * 512 + Int64(lane * 16))
-            with cute.arch.elect_one():
-                clear_flags(p.workspace, p.heads, p.slots, head, ptx.lds_b32(p.plan(n) + SLOT))
+            if const_expr(not self.overlap):
+                with cute.arch.elect_one():
+                    clear_flags(p.workspace, p.heads, p.slots, head, ptx.lds_b32(p.plan(n) + SLOT))
             y = [ptx.rcp(Float32(1.0) + ptx.ex2(b * Float32(-LOG2E))) for b in x]
             y = [ptx.less_f32(2 * lane + i, rows, y[i], 0.0) for i in range(2)]
             ptx.sts_v2_f32(p.beta_rows(n) + lane * 8, *y)
@@ -323,9 +420,26 @@ class PrepareWY64(PrepareSteps):
             cute.arch.sync_warp()
 
     # ---- one chunk -------------------------------------------------------------------------------------------------
+    def team(self):
+        if const_expr(self.teams == 1):
+            return 0
+        return cute.arch.make_warp_uniform(ptx.thread_index() // TEAM)
+
+    def worker(self, team):
+        """Number of the team in the launch, and of teams."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        return team * grid + block, self.teams * grid
+
+    def sync(self):
+        """Barrier of the team."""
+        cute.arch.barrier(barrier_id=8 * self.team() + ALL, number_of_threads=TEAM)
+
     def warp_lane(self):
         """Band, half and lane, read anew, so that what depends on them takes no registers over the loop."""
         thread = ptx.thread_index()
+        if const_expr(self.teams > 1):
+            thread = thread & (TEAM - 1)
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return warp, warp & 3, warp >> 2, thread & 31
 
@@ -351,10 +465,13 @@ class PrepareWY64(PrepareSteps):
         self.zero_past_end(k_tile, rows_band, band, half)
         self.squares(p.smem, q_tile + at, band, half, lane, 0)
         self.squares(p.smem, k_tile + at, band, half, lane, 512)
-        cute.arch.sync_threads()
+        self.sync()
         if warp == 0:
             with cute.arch.elect_one():
-                ptx.bulk_wait_read()  # of W, whose tile becomes that of v, and of A
+                if const_expr(self.overlap):
+                    self.release(p, n)
+                else:
+                    ptx.bulk_wait_read()  # of W, whose tile becomes that of v, and of A
             self.load(p, n, V)
         self.factors(p.smem, p.record(n), band, half, lane)
         cute.arch.sync_warp()
@@ -364,15 +481,14 @@ class PrepareWY64(PrepareSteps):
         q_band, k_band, a, m = self.images(p.smem, (g_tile + at, q_tile + at, k_tile + at), sums, norms, band, half, lane)
         self.share_diagonal(p.smem, a, m, band, half, lane)
         ptx.fence_proxy_async()
-        cute.arch.sync_threads()
+        self.sync()
         warp, band, half, lane = self.warp_lane()
         if warp == 0:
             with cute.arch.elect_one():
                 self.store_unless_first(p, n, Q_AT, q_tile)
                 ptx.bulk_store(p.record(n) + K_END_AT, k_tile, Int32(TILE_BYTES))
                 ptx.bulk_commit()
-            grid, _, _ = cute.arch.grid_dim()
-            self.make_plan(p, n + 1, ptx.lds_b32(p.plan(n) + TASK) + grid, *ptx.lds_v2_b32(p.plan(n) + SEQUENCES))
+            self.make_plan(p, n + 1, self.task_of(p, n + 1, self.team()), *ptx.lds_v2_b32(p.plan(n) + SEQUENCES))
             with cute.arch.elect_one():
                 ptx.bulk_wait_read()
             self.load(p, n + 1, G)
@@ -383,11 +499,11 @@ class PrepareWY64(PrepareSteps):
             self.diagonal_blocks(p.smem, a, m, p.beta_rows(n), band, lane)
         for b in cutlass.range_constexpr(1, BANDS):
             if band == b:
-                self.blocks_below(p.smem, b, p.beta_rows(n), half, lane, q_band, k_band)
+                self.blocks_below(p.smem, b, 8 * self.team() + b, p.beta_rows(n), half, lane, q_band, k_band)
         cute.arch.mbarrier_wait(p.full + V, parity)
         self.zero_past_end(p.tile(n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half)
         ptx.fence_proxy_async()
-        cute.arch.sync_threads()
+        self.sync()
         if warp == 0:
             with cute.arch.elect_one():
                 ptx.bulk_store(p.record(n) + A_AT, p.smem + A_TILE, Int32(A_BYTES))
@@ -412,14 +528,14 @@ class PrepareWY64(PrepareSteps):
         x = [[ptx.ldmatrix_x4_trans(tile + b * 2048) for tile in (v_at, w_at)] for b in range(BANDS)]
         ptx.fence_proxy_async()  # the reads of V before the next K, which the copy engine brings into its tile
         if warp == 0:
-            cute.arch.barrier(barrier_id=V_TAKEN, number_of_threads=self.threads)
+            cute.arch.barrier(barrier_id=8 * self.team() + V_TAKEN, number_of_threads=TEAM)
             self.load(p, n + 1, K)
         else:
-            cute.arch.barrier_arrive(barrier_id=V_TAKEN, number_of_threads=self.threads)
+            cute.arch.barrier_arrive(barrier_id=8 * self.team() + V_TAKEN, number_of_threads=TEAM)
         u_at = p.record(n) + Int64(U_AT + half * U_BYTES + (band * 32 + lane) * 16)
         self.eliminate(p.smem, x, u_at, w_at, lane)
         ptx.fence_proxy_async()
-        cute.arch.sync_threads()
+        self.sync()
         if warp == 0:
             with cute.arch.elect_one():
                 self.store_unless_first(p, n, W_AT, p.tile(n, G))

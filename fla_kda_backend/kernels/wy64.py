@@ -1,19 +1,25 @@
-"""The two launches of a 64-token call on SM90: prepare, then the chain, which begins while prepare drains.
+"""The two launches of a 64-token call on SM90: prepare, then the chain, which begins while prepare drains, or, overlapped,
+as soon as the first records are written.
 
 Only the chain is launched with programmatic overlap, and only what touches the workspace waits for prepare. That is
 enough because prepare itself starts after everything before it has finished (the last segment's chain included), and
 because every CTA of the chain has a loader that waits, also where it has no chunk: the chain never ends before prepare.
+
+Overlapped, a loader waits for the flag of each record instead, and for prepare at its end. Every CTA of prepare has cleared
+the flags of its own records before the first CTA of the chain can start, and is on its SM by then, or done: it goes on to
+its end whatever the chain does, so each flag is set. Where programmatic overlap is off, the chain finds all flags set.
 """
 
 import cutlass.cute as cute
 
 from fla_kda_backend.kernels.chain_replay_wy64 import ChainReplayWY64
 from fla_kda_backend.kernels.chain_wy64 import ChainWY64
-from fla_kda_backend.kernels.prepare_wy64 import CTAS_PER_SM, PrepareWY64
+from fla_kda_backend.kernels.prepare_wy64 import PrepareWY64
 
 
 class WY64:
-    """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments.
+    """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments; overlap: for
+    sequences of equal length, or one packed one, whose 2 * num_seqs * heads tasks are fewer than the SMs; no segments.
 
     Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
     """
@@ -21,12 +27,16 @@ class WY64:
     arguments = "l" * 14 + "f" * 2 + "i" * 5  # Int64 addresses, Float32, Int32
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
-                 max_ctas=132):  # fmt: skip
+                 max_ctas=132, overlap=False):  # fmt: skip
         options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, max_ctas=max_ctas)
         if replay and segmented:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
+        if overlap and segmented:
+            raise ValueError("overlap=True needs segmented=False")
+        options["overlap"] = overlap
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
-        self.prepare = PrepareWY64(cu_dtype, CTAS_PER_SM * max_ctas, self.chain.zero_start)
+        link_time = self.chain.link_time if overlap else None
+        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time)
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""

@@ -9,11 +9,11 @@ pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
 SMEM_LIMIT = 227 * 1024  # bytes a CTA may use
 STATES = (None, "fp32", "bf16")
-NAMES = ("replay", "segmented", "initial", "final", "cu_dtype", "state_v_first")
+NAMES = ("overlap", "replay", "segmented", "initial", "final", "cu_dtype", "state_v_first")
 CANDIDATES = [
     row
-    for row in itertools.product((False, True), (False, True), STATES, STATES, (None, "int32", "int64"), (True, False))
-    if not (row[0] and row[1])
+    for row in itertools.product(*[(False, True)] * 3, STATES, STATES, (None, "int32", "int64"), (True, False))
+    if not (row[2] and (row[0] or row[1]))
 ]
 VARIANTS = [dict(zip(NAMES, row)) for row in compiling.pairwise(CANDIDATES)]
 
@@ -47,14 +47,15 @@ def test_compiled_variant(compiled):
     for kernel in kernels.values():
         assert kernel["registers"] <= 255
         assert kernel["stack"] == 0 and not {"LDL", "STL"} & set(kernel["sass"])
-    check_prepare(kernels["PrepareWY64"])
+    check_prepare(kernels["PrepareWY64"], options)
     check_chain(kernels[chain], options)
 
 
-def check_prepare(kernel):
+def check_prepare(kernel, options):
     assert kernel["fenced"]
     assert kernel["ptx"]["griddepcontrol.launch_dependents"] == 1
-    assert kernel["registers"] <= 128  # two CTAs of 256 threads on an SM
+    assert kernel["registers"] <= 128  # two teams of 256 threads on an SM
+    assert kernel["ptx"].get("st.release.gpu.global.b32", 0) == (2 if options["overlap"] else 0)  # in the loop and behind it
 
 
 def check_chain(kernel, options):
@@ -68,12 +69,13 @@ def check_chain(kernel, options):
     assert found == tuple(map(sum, zip(*parts)))
     copies = 0 if options["initial"] is None else STATE_COPIES[options["state_v_first"]]
     assert ptx[BULK_LOAD] == 3 + 4 + copies  # W, U, decay; Q to the first column of A, the other three
-    flags = 1 if options["replay"] else 0
+    flags, loaders = 1 if options["replay"] else 0, 2 if options["overlap"] else 0
     assert ptx.get("st.release.gpu.global.b32", 0) == flags
-    assert ptx.get("ld.acquire.gpu.global.b32", 0) == 2 * flags  # before the loop and in it
-    assert ptx.get("nanosleep.u32", 0) == flags
+    assert ptx.get("ld.acquire.gpu.global.b32", 0) == 2 * flags + loaders  # before the loop and in it; in it
+    assert ptx.get("nanosleep.u32", 0) == flags + loaders
 
 
-def test_replay_takes_no_segments(tmp_path):
-    with pytest.raises(AssertionError, match="replay=True needs segmented=False"):
-        compiling.reports("wy64", "sm_90a", [{"replay": True, "segmented": True}], tmp_path)
+@pytest.mark.parametrize("option", ["replay", "overlap"])
+def test_not_in_segments(option, tmp_path):
+    with pytest.raises(AssertionError, match=f"{option}=True needs segmented=False"):
+        compiling.reports("wy64", "sm_90a", [{option: True, "segmented": True}], tmp_path)

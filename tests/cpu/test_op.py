@@ -130,7 +130,7 @@ SETTINGS = ("exact", "robust", "wy64", "wy64 replay")
 def plan_of(setting, sequences, heads):
     if setting in ("exact", "robust"):
         return planning.column_split(setting, sequences, heads, 132)
-    return planning.Plan("wy64", (("max_ctas", 132), ("replay", setting == "wy64 replay")), 132)
+    return planning.Plan("wy64", (("max_ctas", 132), ("overlap", False), ("replay", setting == "wy64 replay")), 132)
 
 
 def record_of(setting):
@@ -193,6 +193,7 @@ def test_every_dtype_is_in_the_variant_of_the_64_token_kernels(launched, state, 
     assert more == [] and len(arguments) == 22 and (spec.family, spec.arch) == ("wy64", "sm_90a")
     assert dict(spec.options) == {
         "max_ctas": 132,
+        "overlap": False,
         "replay": replay,
         "cu_dtype": "int32",
         "initial": op.STATE_NAMES.get(state),

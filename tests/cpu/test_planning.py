@@ -53,7 +53,7 @@ def test_auto_mode_is_the_64_token_kernels_where_wgmma_is(capability):
     facts = H200._replace(capability=capability, sm_count=148)
     plan = planning.plan(parse((), prefill(batch=3, tokens=4096, heads=5)), facts)
     if capability == (9, 0):
-        assert plan == planning.wy64(3 * 4096, 3, 5, 148)
+        assert plan == planning.wy64(3 * 4096, 3, 5, 148, False)
     else:
         assert plan == planning.column_split("robust", 3, 5, 148)
 
@@ -71,34 +71,50 @@ def test_packed_tokens_are_counted_once():
         assert planning.plan(call, H200).params["replay"] == replay
 
 
-@pytest.mark.parametrize("sequences, heads, tokens, replay, grid", [
-    (1, 6, 8192, True, 132), (1, 12, 8192, True, 132), (1, 20, 8192, True, 132), (1, 21, 8192, False, 42),
-    (1, 24, 8192, False, 48), (1, 48, 8192, False, 96), (1, 96, 8192, False, 132), (1, 6, 65536, True, 132),
-    (1, 6, 2048, True, 132), (1, 6, 2047, False, 12), (6, 12, 8192, False, 132), (128, 12, 8192, False, 132),
-    (2, 4, 4096, True, 132), (4, 4, 4096, False, 32),
+NEITHER, OVERLAP, REPLAY, BOTH = (False, False), (True, False), (False, True), (True, True)
+
+
+@pytest.mark.parametrize("sequences, heads, tokens, packed, schedule, grid", [
+    (1, 6, 8192, False, BOTH, 132), (1, 12, 8192, True, BOTH, 132), (1, 13, 8192, False, OVERLAP, 26),
+    (1, 20, 8192, True, OVERLAP, 40), (1, 32, 8192, False, OVERLAP, 64), (1, 33, 8192, False, NEITHER, 66),
+    (1, 48, 8192, False, NEITHER, 96), (1, 96, 8192, False, NEITHER, 132), (1, 6, 65536, False, BOTH, 132),
+    (1, 6, 2048, False, BOTH, 132), (1, 6, 2047, False, NEITHER, 12), (6, 12, 8192, True, NEITHER, 132),
+    (2, 4, 4096, False, BOTH, 132), (2, 4, 4096, True, REPLAY, 132), (2, 10, 4096, True, REPLAY, 132),
+    (2, 11, 4096, True, NEITHER, 44), (4, 4, 4096, False, NEITHER, 32), (128, 12, 8192, True, NEITHER, 132),
 ])  # fmt: skip
-def test_replay_on_an_h200(sequences, heads, tokens, replay, grid):
-    plan = planning.wy64(tokens, sequences, heads, 132)
+def test_schedule_on_an_h200(sequences, heads, tokens, packed, schedule, grid):
+    plan = planning.wy64(tokens, sequences, heads, 132, packed)
     assert plan.kernel == "wy64" and plan.should_run
-    assert plan.params == {"max_ctas": 132, "replay": replay, "grid": grid}
+    assert plan.params == {"max_ctas": 132, "overlap": schedule[0], "replay": schedule[1], "grid": grid}
 
 
 @pytest.mark.parametrize("sm_count", [1, 3, 4, 66, 78, 114, 132, 264])
 def test_replay_needs_idle_sms(sm_count):
     """The bound on tasks keeps its share of the SMs, and every spine leaves a CTA that replays."""
     for heads in range(1, 200):
-        plan = planning.wy64(8192, 1, heads, sm_count)
-        assert plan.params["max_ctas"] == sm_count
-        assert plan.params["replay"] == (2 * heads <= 40 * sm_count // 132)
+        plan = planning.wy64(2 * 8192, 2, heads, sm_count, packed=True)
+        assert plan.params["max_ctas"] == sm_count and not plan.params["overlap"]
+        assert plan.params["replay"] == (4 * heads <= 40 * sm_count // 132)
         if plan.params["replay"]:
-            assert plan.grid == max(sm_count, 4 * heads)  # what ChainReplayWY64.grid launches
+            assert plan.grid == max(sm_count, 8 * heads)  # what ChainReplayWY64.grid launches
         else:
-            assert plan.grid == min(2 * heads, sm_count)  # ChainWY64.grid
+            assert plan.grid == min(4 * heads, sm_count)  # ChainWY64.grid
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 3, 4, 66, 78, 114, 132, 264])
+def test_overlap_leaves_sms_to_prepare(sm_count):
+    """It ends its CTAs on as many SMs as the chain has tasks, and needs others to go on."""
+    for heads in range(1, 200):
+        plan = planning.wy64(8192, 1, heads, sm_count, packed=False)
+        assert plan.params["overlap"] == (2 * heads <= 64 * sm_count // 132)
+        assert not plan.params["overlap"] or 2 * heads < sm_count
 
 
 @pytest.mark.parametrize("sequences, heads", [(0, 4), (4, 0), (0, 0)])
 def test_nothing_to_do_is_planned_too(sequences, heads):
-    assert planning.wy64(0, sequences, heads, 132).params == {"max_ctas": 132, "replay": False, "grid": 0}
+    assert planning.wy64(0, sequences, heads, 132, False).params == {
+        "max_ctas": 132, "overlap": False, "replay": False, "grid": 0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["auto", "exact"])
@@ -112,6 +128,7 @@ def test_family_depends_on_no_shape(capability, mode):
     assert len({(plan.kernel, plan.params.get("arithmetic")) for plan in plans}) == 1
 
 
-def test_no_replay_in_segments():
-    assert planning.wy64(90_000, 1, 20, 132).params["replay"]
-    assert not planning.wy64(100_000, 1, 20, 132).params["replay"]  # more than WORKSPACE_LIMIT
+def test_neither_overlap_nor_replay_in_segments():
+    assert planning.wy64(150_000, 1, 12, 132, False).params == {"max_ctas": 132, "overlap": True, "replay": True, "grid": 132}
+    params = planning.wy64(170_000, 1, 12, 132, False).params  # more than WORKSPACE_LIMIT
+    assert not params["overlap"] and not params["replay"]

@@ -54,8 +54,13 @@ def run(inputs, setting="exact", bv=32, final=torch.float32):
 
 def run_auto(inputs, final=torch.float32):
     """The same under the plan that the auto mode chooses on an H200 or H100."""
+    return under(auto_plan(inputs), inputs, final)
+
+
+def auto_plan(inputs):
     batch, tokens, heads, _ = inputs["q"].shape
-    return under(planning.wy64(batch * tokens, sequences_of(inputs), heads, specs.SM_COUNT), inputs, final)
+    packed = inputs["cu_seqlens"] is not None
+    return planning.wy64(batch * tokens, sequences_of(inputs), heads, specs.SM_COUNT, packed)
 
 
 def under(plan, inputs, final):

@@ -17,6 +17,7 @@ BVS = planning.BV_CHOICES
 COLUMN_SPLIT = ("exact", "robust")
 SETTINGS = (*COLUMN_SPLIT, "wy64", "wy64 replay")  # of a test: the column split's arithmetic, or the 64-token kernels
 WITHOUT_REPLAY = SETTINGS[:3]
+OVERLAP = ("wy64 overlap", "wy64 overlap replay")  # for sequences of equal length, or one packed one
 VARIANTS = (*((setting, bv) for setting in COLUMN_SPLIT for bv in BVS), ("wy64", None), ("wy64 replay", None))
 
 
@@ -73,6 +74,7 @@ SEGMENTED = (
 WY64_PACKED = (*ROBUST_PACKED, Kinds(None, None, "int64"), Kinds("bf16", "bf16", "int64"), Kinds(None, "bf16", "int32"))
 WY64 = (STANDARD, NO_INITIAL, Kinds("fp32", None, None), Kinds(None, None, None), *WY64_PACKED)
 WY64_REPLAY = (STANDARD, PACKED, PACKED32, NO_INITIAL, Kinds("fp32", None, None), Kinds("bf16", "bf16", "int64"))
+WY64_OVERLAP = (STANDARD, NO_INITIAL, Kinds("fp32", None, None), PACKED, NO_INITIAL._replace(cu_dtype="int64"))
 WY64_SEGMENTED = (STANDARD, PACKED, NO_INITIAL, Kinds("bf16", "bf16", "int64"))
 
 
@@ -80,7 +82,8 @@ def options_of(setting, bv):
     """Family of a setting, and those of its options that a plan decides; bv counts for the column split alone."""
     if setting in COLUMN_SPLIT:
         return "column_split", {"arithmetic": setting, "bv": bv, "warps": planning.warps(setting, bv)}
-    return "wy64", {"max_ctas": SM_COUNT, "replay": setting == "wy64 replay"}
+    words = setting.split()
+    return "wy64", {"max_ctas": SM_COUNT, "overlap": "overlap" in words, "replay": "replay" in words}
 
 
 def variant(setting, bv, kinds, segmented=False):
@@ -94,6 +97,7 @@ def needed_specs():
     rows += [("exact", 32, kinds) for kinds in EXACT_PACKED]
     rows += [("robust", 32, kinds) for kinds in (*ROBUST_PACKED, NO_INITIAL, Kinds("fp32", None, None))]
     rows += [("wy64", None, kinds) for kinds in WY64] + [("wy64 replay", None, kinds) for kinds in WY64_REPLAY]
+    rows += [(setting, None, kinds) for setting in OVERLAP for kinds in WY64_OVERLAP]
     in_segments = (*SEGMENTED, *(("wy64", None, kinds) for kinds in WY64_SEGMENTED))
     specs = [variant(*row) for row in rows] + [variant(*row, segmented=True) for row in in_segments]
     return list(dict.fromkeys(specs))

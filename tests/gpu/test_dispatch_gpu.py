@@ -68,7 +68,7 @@ def test_auto_runs_our_kernels_and_no_other(tokens, kernels, device):
     assert (record.outcome, record.code, record.kernel) == (dispatch_log.ACCEPTED, "accepted", "wy64")
     replay, sm_count = kernels == REPLAY, torch.cuda.get_device_properties(device).multi_processor_count
     grid = max(4 * HEADS, sm_count) if replay else min(2 * HEADS, sm_count)
-    assert dict(record.params) == {"max_ctas": sm_count, "replay": replay, "grid": grid}
+    assert dict(record.params) == {"max_ctas": sm_count, "overlap": replay, "replay": replay, "grid": grid}
     assert record.num_sequences == 1 and record.device == device
     entry = record.to_dict()
     assert entry["shapes"]["q"] == [1, tokens, HEADS, 128] and entry["dtypes"]["initial_state"] == "float32"

@@ -45,6 +45,12 @@ def test_replay(name, device):
     compare(LONG[name], "wy64 replay", None, device)
 
 
+@pytest.mark.parametrize("name", ["batch", "one"])
+@pytest.mark.parametrize("setting", specs.OVERLAP)
+def test_overlap(name, setting, device):
+    compare((CASES | LONG)[name], setting, None, device)
+
+
 def compare(case, setting, bv, device):
     inputs = random_inputs(heads=HEADS, **case)
     if setting in specs.COLUMN_SPLIT:

@@ -6,7 +6,8 @@ setting.
 
 import pytest
 import torch
-from gpu.launching import beside_triton, errors, finish, precise, right, run, run_auto, same
+from gpu import specs
+from gpu.launching import auto_plan, beside_triton, errors, finish, precise, right, run, run_auto, same
 from kda_inputs import REGIMES, TOKEN_AXIS, of_heads, random_inputs, regime, sequence
 
 from fla_kda_backend import op, planning
@@ -15,7 +16,7 @@ from fla_kda_backend.kernels.shared import record64
 pytestmark = pytest.mark.gpu
 HEADS = 2  # FLA tunes its kernels anew for every number of heads
 STRETCH = record64.EVERY * record64.CHUNK  # tokens between two checkpoints of the replay
-BOTH = pytest.mark.parametrize("setting", ["wy64", "wy64 replay"])
+ALL = pytest.mark.parametrize("setting", ["wy64", "wy64 replay", *specs.OVERLAP])
 
 
 # ---- accuracy ----------------------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def test_one_key_repeated_for_long(device):
     assert same(run(inputs, "wy64 replay"), found)
 
 
-@BOTH
+@ALL
 def test_a_state_dropped_at_a_checkpoint_is_noticed(setting, device):
     tokens = 4 * STRETCH + 100
     inputs = random_inputs(tokens, HEADS, state=None, device=device)
@@ -75,7 +76,45 @@ def test_replay_of_packed_sequences_changes_no_bit(lengths, device):
     assert same(run(sequence(inputs, longest), "wy64 replay"), (out[:, rows], state[longest : longest + 1]))
 
 
-@BOTH
+@pytest.mark.parametrize("setting", specs.OVERLAP)
+@pytest.mark.parametrize("batch, heads, tokens", [
+    (1, 1, 1), (1, 3, 700), (2, 2, 2500), (1, 6, 8192), (3, 5, 4097), (1, 20, 3000), (1, 32, 9000), (1, 2, 32_768),
+])  # fmt: skip
+def test_overlap_changes_no_bit(setting, batch, heads, tokens, device):
+    inputs = random_inputs(tokens, heads, batch=batch, device=device)
+    whole = run(inputs, "wy64")
+    overlapped = [run(inputs, setting) for _ in range(3)]
+    finish()
+    assert whole[0].isfinite().all() and whole[1].isfinite().all()
+    assert all(same(found, whole) for found in overlapped)
+
+
+@pytest.mark.parametrize("setting", specs.OVERLAP)
+@pytest.mark.parametrize("begin, end", [(0, 3000), (70, 2950), (300, 300), (0, 1), (63, 64), (900, 3000)])
+def test_overlap_of_one_packed_sequence_changes_no_bit(setting, begin, end, device):
+    inputs = random_inputs(3000, HEADS, cu_seqlens=[begin, end], device=device)
+    found = run(inputs, setting)
+    finish()
+    assert found[0].isfinite().all() and same(found, run(inputs, "wy64"))
+
+
+def test_overlapped_calls_on_two_streams_come_to_an_end(device):
+    """Each chain waits beside the other stream's kernels for what its own prepare writes."""
+    inputs = random_inputs(4096, 20, device=device)
+    whole = run(inputs, "wy64")
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    found = []
+    torch.cuda.synchronize(device)
+    for n in range(20):
+        with torch.cuda.stream(streams[n % 2]):
+            found.append(run(inputs, specs.OVERLAP[n // 2 % 2]))
+    for stream in streams:
+        torch.cuda.current_stream(device).wait_stream(stream)
+    finish()
+    assert all(same(one, whole) for one in found)
+
+
+@ALL
 @pytest.mark.parametrize("last", [62, 63, STRETCH - 1, STRETCH, STRETCH + 500, 2 * STRETCH + 190])
 def test_later_tokens_change_no_bit_of_a_long_prefix(setting, last, device):
     inputs, other = (random_inputs(2 * STRETCH + 252, HEADS, seed=seed, device=device) for seed in range(2))
@@ -87,27 +126,25 @@ def test_later_tokens_change_no_bit_of_a_long_prefix(setting, last, device):
 
 def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_heads(device):
     """Under the plans that the auto mode chooses for each, with replay and without."""
-    lengths = [planning.REPLAY_TOKENS + 77, 300]
+    lengths = [planning.LONG + 77, 300]
     offsets = [0, lengths[0], sum(lengths)]
     inputs = random_inputs(offsets[-1], 24, cu_seqlens=offsets, device=device)
     out, state = run_auto(inputs)
     alone = sequence(of_heads(inputs, [5]), 0)
-    assert not options(inputs)["replay"] and options(alone)["replay"]
+    assert not options(inputs)["replay"] and options(alone)["replay"] and options(alone)["overlap"]
     assert same(run_auto(alone), (out[:, : lengths[0], [5]], state[:1, [5]]))
     few = of_heads(inputs, [0, 23])
     assert same(run_auto(few), (out[:, :, [0, 23]], state[:, [0, 23]]))
 
 
 def options(inputs):
-    batch, tokens, heads, _ = inputs["q"].shape
-    sequences = batch if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
-    return planning.wy64(batch * tokens, sequences, heads, 132).params
+    return auto_plan(inputs).params
 
 
 @pytest.mark.parametrize("chunks", [5, 16, 35])
 def test_a_plan_with_replay_has_the_same_bits_in_segments(chunks, device, monkeypatch):
     inputs = random_inputs(2300, HEADS, device=device)
-    assert options(inputs)["replay"]
+    assert options(inputs)["overlap"] and options(inputs)["replay"]
     whole = run_auto(inputs)
     monkeypatch.setattr(op, "WORKSPACE_LIMIT", record64.workspace_bytes(chunks, HEADS))
     assert same(run_auto(inputs), whole)

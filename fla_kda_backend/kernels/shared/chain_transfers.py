@@ -28,6 +28,8 @@ from fla_kda_backend.kernels.shared.record64 import (
     W_BYTES,
 )
 
+PAUSE = (32, 128)  # ns, of a waiting thread: the first and the longest
+
 
 class ChainTransfers:
     """A kernel inherits it, with TaskList.
@@ -36,6 +38,7 @@ class ChainTransfers:
     """
 
     zero_start = False
+    overlap = False  # the chain runs beside prepare and waits for each record
 
     @cute.jit
     def advance(self, stage, phase, stages: cutlass.Constexpr):
@@ -66,13 +69,34 @@ class ChainTransfers:
         return begin, Int32(QK_BYTES + A_COLUMN)
 
     @cute.jit
+    def wait_for_records(self, p, item, link, ready):
+        """Wait until the record of a link is written; `ready`: links of the item whose records were seen to be. Whole
+        warps ask for 32 records at a time."""
+        last = item.plain + item.links - 1
+        pause = Int32(PAUSE[0])
+        while ready <= link:
+            at = cutlass.min(link + cute.arch.lane_idx(), last)
+            written = cute.arch.vote_ballot_sync(ptx.ldg_acquire_b32(p.ready(item.head, item.slot + item.first + at)) != 0)
+            ready = link + cute.arch.popc(written & ~(written + 1))
+            if ready <= link:
+                ptx.nanosleep(pause)
+                pause = cutlass.min(2 * pause, Int32(PAUSE[1]))
+            else:
+                ptx.fence_proxy_async()  # the copy engine reads what was seen to be written
+        return ready
+
+    @cute.jit
     def load_chain(self, p, sm):
-        ptx.dependency_wait()  # in every CTA, also where it has no chunk: see wy64.py
+        if const_expr(not self.overlap):
+            ptx.dependency_wait()  # in every CTA, also where it has no chunk: see wy64.py
         stage, phase = Int32(0), Int32(1)
         for turn in cutlass.range(self.rounds(p), unroll=1):
             item = self.item_now(p, turn)
             source = p.record(item.head, item.slot + item.first)
+            ready = Int32(0)
             for link in cutlass.range(item.plain + item.links, unroll=1):
+                if const_expr(self.overlap):
+                    ready = self.wait_for_records(p, item, link, ready)
                 used = Int32(W_BYTES)
                 if const_expr(self.zero_start):
                     used = ptx.less_b32(0, link, W_BYTES, 0)
@@ -87,6 +111,8 @@ class ChainTransfers:
                     ptx.bulk_load(sm.decay.toint() + stage * DECAY_BYTES, source + DECAY_AT, DECAY_BYTES, full)
                 source += RECORD_BYTES
                 stage, phase = self.advance(stage, phase, self.chain_stages)
+        if const_expr(self.overlap):
+            ptx.dependency_wait()
 
     @cute.jit
     def load_output(self, p, sm):
@@ -102,9 +128,13 @@ class ChainTransfers:
                         target, sm.output.full + stage, state, item.half, self.initial, self.state_v_first
                     )
                     stage, phase = self.advance(stage, phase, self.output_stages)
-            ptx.dependency_wait()
+            if const_expr(not self.overlap):
+                ptx.dependency_wait()
             source = p.record(item.head, item.slot + item.first) + Q_AT
+            ready = Int32(0)
             for link in cutlass.range(item.plain + item.links, unroll=1):
+                if const_expr(self.overlap):
+                    ready = self.wait_for_records(p, item, link, ready)
                 begin, end = self.output_part(item, link)
                 cute.arch.mbarrier_wait(sm.output.empty + stage, phase)
                 with cute.arch.elect_one():

@@ -247,16 +247,16 @@ class PrepareSteps:
         return ptx.ldmatrix_x4_trans(smem + DIAGONAL + band * 2048 + part * 512 + at)
 
     @cute.jit
-    def blocks_below(self, smem, b: cutlass.Constexpr, beta, half, lane, q_band, k_band):
+    def blocks_below(self, smem, b: cutlass.Constexpr, barrier, beta, half, lane, q_band, k_band):
         """The blocks of A and of N left of the diagonal in band b's rows. The two warps of the band swap sums over
-        their channels; half 0 finishes N, half 1 A."""
+        their channels, with the given barrier between; half 0 finishes N, half 1 A."""
         first = b * (b - 1) // 2 * 1024 + lane * 16
         sums = [self.half_sums(smem, b, other, half, lane, q_band, k_band) for other in range(b)]
         where, given = smem + first + ptx.less_b32(half, 1, A_SUMS, BELOW), []
         for a, m in sums:
             given.append([[ptx.less_f32(half, 1, x, y) for x, y in zip(a[n], m[n])] for n in range(2)])
         self.store_sums(where, given)
-        cute.arch.barrier(barrier_id=b, number_of_threads=64)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=64)
         if half == 0:
             self.eliminators(smem, b, beta, lane, first, [m for _, m in sums])
         else:

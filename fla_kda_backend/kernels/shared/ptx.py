@@ -390,6 +390,13 @@ bulk_store = instruction(
     doc="Bulk copy of n bytes (a multiple of 16) shared -> global; one thread issues it, after a proxy fence and a barrier.",
 )
 bulk_commit = instruction("cp.async.bulk.commit_group;", "", "", volatile=True, doc="Close a group of bulk stores.")
+bulk_wait = instruction(
+    "cp.async.bulk.wait_group 0;",
+    "",
+    "",
+    volatile=True,
+    doc="Wait until what this thread's closed groups of bulk stores wrote is there.",
+)
 bulk_wait_read = instruction(
     "cp.async.bulk.wait_group.read 0;",
     "",
@@ -443,6 +450,13 @@ def pin(values, *, loc=None, ip=None):
     return tuple(_DSL_TYPE[letter](llvm.extractvalue(kind, raw, [i], loc=loc, ip=ip)) for i in range(count))
 
 
+fence_gpu = instruction(
+    "fence.acq_rel.gpu;",
+    "",
+    "",
+    volatile=True,
+    doc="Order this thread's accesses before and after for all threads of the GPU.",
+)
 nanosleep = instruction("nanosleep.u32 $0;", "", "r", volatile=True, doc="Pause for 0 to 2n nanoseconds, n below 10^6.")
 lane_index = instruction("mov.u32 $0, %laneid;", "r", "", volatile=True, doc="The lane, read anew: as thread_index.")
 thread_index = instruction(

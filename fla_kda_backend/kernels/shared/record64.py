@@ -1,7 +1,8 @@
 """The workspace of the 64-token kernels: byte offsets and sizes; free of the DSL.
 
     records      [head][slot]: the raw tile images that prepare_wy64 documents
-    flags        [head][slot][half of the value columns]: int32, 8 bytes apart; 0 once the record is written
+    flags        [head][slot][half of the value columns]: two int32. The first is 1 once the checkpoint is written, the
+                 second, of half 0, once the record is: the overlapped chain does not wait for the whole prepare grid
     checkpoints  [head][slot / 16][half]: a half of a state in accumulator order; replay only
 
 Sixteen chunks of a sequence lie between two checkpoints, and its first checkpoint is that of chunk 16, so the slots of
@@ -22,6 +23,7 @@ assert A_AT + A_BYTES == U_AT and A_BYTES == BANDS * (BANDS + 1) // 2 * A_BLOCK
 assert DECAY_AT + DECAY_BYTES == RECORD_BYTES and U_AT + 2 * U_BYTES == DECAY_AT
 
 FLAG_BYTES = 16  # of a record, both halves
+READY_AT = 4  # in them: the record is written
 STATE_BYTES = HEAD_DIM * HALF * 4  # half of a state in fp32
 LOG2_EVERY = 4
 EVERY = 1 << LOG2_EVERY  # chunks between two checkpoints

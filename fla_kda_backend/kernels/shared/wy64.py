@@ -17,6 +17,7 @@ from fla_kda_backend.kernels.shared.record64 import (
     FLAG_BYTES,
     LOG2_CHUNK,
     LOG2_EVERY,
+    READY_AT,
     RECORD_BYTES,
     STATE_BYTES,
 )
@@ -57,6 +58,10 @@ class Problem:
         """Address of a record's flag."""
         slots = self.slot_end - self.slot_begin
         return flag_address(self.workspace, self.heads, slots, head, slot - self.slot_begin) + 8 * half
+
+    def ready(self, head, slot):
+        """Address of the flag that says that a record is written."""
+        return self.flag(head, slot, 0) + READY_AT
 
     def checkpoint(self, head, slot, half):
         """Address of the state at the beginning of a chunk."""
