@@ -150,7 +150,6 @@ class PrepareWY64(PrepareSteps):
     a link of the chain takes, in thousandths of what a chunk takes a team. Overlapped, cu_seqlens holds one sequence, and
     the launch covers all slots."""
 
-
     def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, link_time=None):
         if cu_dtype not in sequences.CU_DTYPES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}")
@@ -190,7 +189,7 @@ class PrepareWY64(PrepareSteps):
         ctas = const_expr(self.max_ctas * TEAMS // self.teams)
         grid = cutlass.min((pairs + (self.teams - 1)) // self.teams, ctas)
         if const_expr(self.overlap):
-            stay = cutlass.min(self.max_ctas - 2 * num_seqs * heads, grid)
+            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * num_seqs * heads, grid), Int32(1))
             meanwhile = pairs // (num_seqs * heads) * self.link_time * TEAMS * stay // 1000
             rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)
             if rounds == 0:
@@ -332,7 +331,7 @@ class PrepareWY64(PrepareSteps):
         ptx.bulk_wait()
         if n > 0:
             head, slot = ptx.lds_v2_b32(p.plan(n - 1) + HEAD)
-            ptx.fence_proxy_async()
+            ptx.fence_proxy_async_global()
             ptx.stg_release_b32(flag_address(p.workspace, p.heads, p.slots, head, slot) + READY_AT, Int32(1))
 
     # ---- plans and loads: warp 0 -----------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ class ChainTransfers:
                 ptx.nanosleep(pause)
                 pause = cutlass.min(2 * pause, Int32(PAUSE[1]))
             else:
-                ptx.fence_proxy_async()  # the copy engine reads what was seen to be written
+                # What any lane has seen to be written, the copy engine reads on behalf of one.
+                cute.arch.sync_warp()
+                ptx.fence_proxy_async_global()
         return ready
 
     @cute.jit

@@ -252,10 +252,10 @@ class PrepareSteps:
         their channels, with the given barrier between; half 0 finishes N, half 1 A."""
         first = b * (b - 1) // 2 * 1024 + lane * 16
         sums = [self.half_sums(smem, b, other, half, lane, q_band, k_band) for other in range(b)]
-        where, given = smem + first + ptx.less_b32(half, 1, A_SUMS, BELOW), []
-        for a, m in sums:
-            given.append([[ptx.less_f32(half, 1, x, y) for x, y in zip(a[n], m[n])] for n in range(2)])
-        self.store_sums(where, given)
+        if half == 0:
+            self.store_sums(smem + A_SUMS + first, [a for a, _ in sums])
+        else:
+            self.store_sums(smem + BELOW + first, [m for _, m in sums])
         cute.arch.barrier(barrier_id=barrier, number_of_threads=64)
         if half == 0:
             self.eliminators(smem, b, beta, lane, first, [m for _, m in sums])

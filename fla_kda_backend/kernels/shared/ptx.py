@@ -413,6 +413,13 @@ fence_proxy_async = instruction(
 )
 
 # ---- programmatic dependent launch --------------------------------------------------------------------------------
+fence_proxy_async_global = instruction(
+    "fence.proxy.async.global;",
+    "",
+    "",
+    volatile=True,
+    doc="Order global memory that this thread has seen or written before the copy engine's later reads of it.",
+)
 dependency_wait = instruction(
     "griddepcontrol.wait;",
     "",
