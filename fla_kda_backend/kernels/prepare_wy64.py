@@ -5,11 +5,13 @@ first: the chain begins with the first ones and finds them in the L2. A chunk's 
 tokens, b, c bands, G the sum of log2 decays from the chunk's start, l the same from the start of the token's own band
 and t[b] the sum over band b:
 
-    y        = gate_scale * sigmoid(exp(A_log) * (g + dt_bias))      special-function unit; 0 past the end; fp16, scaled
+    y        = gate_scale * sigmoid(exp(A_log) * (g + dt_bias))      gate "bounded"
+               -log2(e) * exp(A_log) * softplus(g + dt_bias)         gate "softplus"
+               log2(e) * g                                           gate "given"; 0 past the end
     l        = running sum of y in a band                            tensor cores: a triangle of ones; fp32
     q^, k^   = x * rsqrt(sum x^2 + 1e-6)                             sum: diagonal of x x^T on the tensor cores; fp32
     q_band   = bf16(scale * q^ * 2^l)  k_band = bf16(k^ * 2^l)       CUDA cores; operands of A and M
-    k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same
+    k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same; k_inv where the gate is bounded
     Q        = bf16(scale * q^ * 2^G)                                image in place of q
     K_end    = bf16(k^ * 2^(G_63 - G))                               image in place of k
     K_start  = bf16(-k^ * 2^G)                                       image in place of g
@@ -25,9 +27,16 @@ U and W solve (I + M) X = diag(beta) [V, -K_start] block by block. The U_c, W_c 
 record: what rounding does to a band is then made up for in the bands below it, so that with correlated keys the
 errors of the chain come out smaller than with U and W each rounded from a product with (I + M)^-1.
 
-Every factor that joins two bands is at most 1 whatever the gate: the diagonal blocks use 2^l and 2^-l (16 tokens: at
-most 2^115.4 with lower_bound >= -5), blocks of neighbouring bands k_next, blocks further apart k_next times the decay
-of the bands between. So nothing overflows, an underflow is a true one, and no later token reaches an earlier output.
+Every factor that joins two bands is at most 1 whatever the gate: blocks of neighbouring bands take k_next, blocks
+further apart k_next times the decay of the bands between. The diagonal blocks of a bounded gate take 2^l and 2^-l (16
+tokens: at most 2^115.4 with lower_bound >= -5), y being one fp16 term. Other gates know no bound: y is two fp16 terms
+down to -511 (2^-160 is 0 as it is), t[b] - l is a sum of its own, and a diagonal block is halved down to single tokens.
+With m the boundary between two neighbouring blocks of L = 8, 4, 2, 1 tokens, i in the upper and j in the lower one,
+
+    A_ij = bf16(scale * q_i 2^(G_i - G_m)) . bf16(k_j 2^(G_m - G_j)), M_ij likewise;  A_ii = scale * q_i . k_i
+
+where each exponent is a sum of y over tokens on one side of m, made on the tensor cores: no difference of sums. So
+nothing overflows, an underflow is a true one, and no later token reaches an earlier output.
 Rows past the sequence's end are zeros with y = beta = 0: they vanish from every product and d is the decay of the
 real rows.
 
@@ -38,8 +47,10 @@ W a warp computes 16 channels of each.
 Four tiles of 16 KB hold g, q, k and v of a chunk, and the next chunk's rows move in as soon as one is free: chunk n has
 its g in tile n % 4, q, k, v in those after it. Warp 0 loads g and q of chunk n + 1 into the tiles of q and k once the
 images there are stored, k into that of v once v is in registers, v into that of g once W is stored. It does so while
-it has no blocks to compute, and plans chunk n + 1 then. Loads are tensor copies: rows past the end of the tensor
-arrive as zeros, rows of the next sequence are zeroed after they arrive.
+it has no blocks to compute, and plans chunk n + 1 then. Where g is fp32 it takes two tiles, 0 and 1 or 2 and 3 in turn: v
+comes into the second once y is in registers, K_start stands in the first; g of chunk n + 1 goes where q and k were, its q
+where v was, its k where W was. Loads are tensor copies, whatever the strides of the inputs: rows past the end of the
+tensor arrive as zeros, rows of the next sequence are zeroed after they arrive. Several heads may share a head of q and k.
 
 The workspace holds one record of RECORD_BYTES per (head, slot):
 
@@ -51,113 +62,94 @@ The workspace holds one record of RECORD_BYTES per (head, slot):
     d              fp32, channel 16a + 8b + 2c + e at 16a + 4c + 2b + e
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.prepare_steps import (
-    A_TILE,
-    BIAS,
-    LOG2E,
-    RATE,
-    TILE_BYTES,
-    TILES_BYTES,
-    PrepareSteps,
+from fla_kda_backend.kernels.shared.gates import Gates
+from fla_kda_backend.kernels.shared.levels import Levels
+from fla_kda_backend.kernels.shared.prepare_loads import (
+    HEADER_BYTES,
+    INDEX,
+    NUMBER,
+    ROWS,
+    SEQUENCES,
+    TASK,
+    G,
+    K,
+    PrepareLoads,
+    Problem,
+    Q,
+    V,
 )
+from fla_kda_backend.kernels.shared.prepare_steps import A_TILE, TILE_BYTES, TILES_BYTES, PrepareSteps
 from fla_kda_backend.kernels.shared.record64 import (
     A_AT,
     A_BYTES,
     BANDS,
     CHUNK,
-    HALF,
     K_END_AT,
-    LOG2_CHUNK,
     Q_AT,
-    RECORD_BYTES,
     U_AT,
     U_BYTES,
     W_AT,
 )
-from fla_kda_backend.kernels.shared.wy64 import clear_flags
 
-# shared memory before the tiles: mbarriers of g, q, k, v; of two chunks in turn the plan and sigmoid(beta)
-PLAN, BETA, HEADER_BYTES = 64, 128, 1024
-# of a plan: rows from the chunk's first to the sequence's end (0: no chunk), the number of the (chunk, head) pair, first
-# token, chunk of the sequence; for the next plan: sequences up to this one, chunks behind it
-ROWS, TASK, HEAD, SLOT, TOKEN, INDEX, SEQUENCES, BEHIND = range(0, 32, 4)
-G, Q, K, V = range(4)
 V_TAKEN = 8  # barrier: v and K_start are in registers. 1 to 3: the two warps of a band
 CTAS_PER_SM = 2
+GATES, PARAMETERS = ("bounded", "softplus", "given"), ("fp32", "bf16", None)
+BETAS, DTYPES = ("sigmoid", "twice", "given"), ("bf16", "fp32")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Run-time facts of a launch; see the kernel's parameters."""
-
-    full: Any  # mbarriers of g, q, k, v
-    tiles: Any  # shared memory, aligned to 1024
-    header: Int32  # its address, and that of the tiles
-    smem: Int32
-    maps: Any  # tensor maps of g, q, k, v
-    coordinates: Any
-    beta: Int64
-    a_log: Int64
-    dt_bias: Int64
-    cu_seqlens: Int64
-    workspace: Int64
-    seq_len: Int32
-    num_seqs: Int32
-    heads: Int32
-    slot_begin: Int32
-    slots: Int32
-
-    def plan(self, n):
-        """Address of the plan of the CTA's chunk number n."""
-        return self.header + PLAN + (n & 1) * 32
-
-    def beta_rows(self, n):
-        """Address of sigmoid(beta) of its 64 rows, fp32."""
-        return self.header + BETA + (n & 1) * 256
-
-    def record(self, n):
-        """Address of its record."""
-        head, slot = ptx.lds_v2_b32(self.plan(n) + HEAD)
-        return self.workspace + (Int64(head) * Int64(self.slots) + Int64(slot)) * RECORD_BYTES
-
-    def tile(self, n, which):
-        return self.smem + ((n + which) & 3) * TILE_BYTES
-
-
-class PrepareWY64(PrepareSteps):
+class PrepareWY64(PrepareLoads, Gates, Levels, PrepareSteps):
     """Compile-time facts: the dtype of cu_seqlens (None: equal lengths), how many CTAs to launch at most, and zero_start:
-    the chain needs neither W nor Q of a sequence's first chunk, which are then not written."""
+    the chain needs neither W nor Q of a sequence's first chunk, which are then not written.
+
+    gate: "bounded", "softplus" or "given"; gate_dtype: that of g. a_log, dt_bias: their dtypes; None: exp(A_log) is 1,
+    dt_bias 0; both None where the decay is given. beta: "sigmoid", "twice" (2 * sigmoid) or "given"; beta_dtype. l2norm:
+    whether q and k are normalised. Dtypes are "bf16" or "fp32".
+    """
 
     threads = 256
     smem_bytes = HEADER_BYTES + TILES_BYTES
 
-    def __init__(self, cu_dtype=None, max_ctas=132 * CTAS_PER_SM, zero_start=False):
-        if cu_dtype not in sequences.CU_DTYPES:
-            raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}")
+    def __init__(self, cu_dtype=None, max_ctas=132 * CTAS_PER_SM, zero_start=False, gate="bounded", gate_dtype="bf16",
+                 a_log="fp32", dt_bias="fp32", beta="sigmoid", beta_dtype="bf16", l2norm=True):  # fmt: skip
+        facts = dict(cu_dtype=cu_dtype, gate=gate, gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta,
+                     beta_dtype=beta_dtype)  # fmt: skip
+        choices = (sequences.CU_DTYPES, GATES, DTYPES, PARAMETERS, PARAMETERS, BETAS, DTYPES)
+        wrong = {name: value for (name, value), allowed in zip(facts.items(), choices) if value not in allowed}
+        if gate == "given":
+            wrong.update((name, facts[name]) for name in ("a_log", "dt_bias") if facts[name] is not None)
+        elif gate == "softplus" and a_log is None:
+            wrong["a_log"] = None
+        if wrong:
+            raise ValueError(f"unsupported with gate={gate!r}: {wrong}")
         self.cu_dtype, self.max_ctas, self.zero_start = cu_dtype, max_ctas, zero_start
+        self.gate, self.gate_dtype, self.a_log, self.dt_bias = gate, gate_dtype, a_log, dt_bias
+        self.beta, self.beta_dtype, self.l2norm = beta, beta_dtype, l2norm
+        self.bounded, self.wide_gate = gate == "bounded", gate_dtype == "fp32"
+        self.crowded = not (self.bounded and l2norm)  # registers are short
 
     @cute.jit
-    def __call__(self, q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
-                 heads, slot_begin, slot_end, stream):  # fmt: skip
-        """Launch over slots [slot_begin, slot_end) and all heads; addresses are Int64, counts Int32."""
+    def __call__(self, q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, q_token, q_head, k_token, k_head, v_token,
+                 v_head, g_token, g_head, beta_token, beta_head, scale, gate_scale, seq_len, num_seqs, qk_heads, heads,
+                 slot_begin, slot_end, stream):  # fmt: skip
+        """Launch over slots [slot_begin, slot_end) and all heads; addresses and strides (in elements) are Int64, counts
+        Int32. A stride of q, k, v or g, and their addresses, are multiples of 16 bytes."""
         tokens = seq_len
         if const_expr(self.cu_dtype is None):
             tokens = seq_len * num_seqs
-        g_map, q_map, k_map, v_map = (self.tensor_map(x, tokens, heads) for x in (g, q, k, v))
+        g_map, g_coordinates = self.tensor_map(G, g, g_token, g_head, tokens, heads)
+        q_map, _ = self.tensor_map(Q, q, q_token, q_head, tokens, qk_heads)
+        k_map, _ = self.tensor_map(K, k, k_token, k_head, tokens, qk_heads)
+        v_map, v_coordinates = self.tensor_map(V, v, v_token, v_head, tokens, heads)
         self.kernel(
-            g_map[0], q_map[0], k_map[0], v_map[0], g_map[1], beta, a_log, dt_bias, out, cu_seqlens, workspace, scale,
-            gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end - slot_begin,
+            g_map, q_map, k_map, v_map, g_coordinates, v_coordinates, beta, beta_token, beta_head, a_log, dt_bias, out,
+            cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads, heads // qk_heads, slot_begin,
+            slot_end - slot_begin,
         ).launch(
             grid=[cutlass.min((slot_end - slot_begin) * heads, self.max_ctas), 1, 1],
             block=[self.threads, 1, 1],
@@ -166,29 +158,20 @@ class PrepareWY64(PrepareSteps):
             preferred_smem_carveout=100,
         )  # fmt: skip
 
-    def tile_layout(self):
-        """64 rows x 64 channels with 128-byte swizzle, twice."""
-        atom = make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, BFloat16)
-        return cute.tile_to_shape(atom, (CHUNK, HALF, 2), order=(0, 1, 2))
-
-    def tensor_map(self, address, tokens, heads):
-        """Of [tokens, heads, 128] as (token, channel of a half, half of a head); boxes are tiles."""
-        pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
-        row = cute.assume(Int64(heads) * (2 * HALF), divby=2 * HALF)
-        rows = cute.make_tensor(pointer, cute.make_layout((tokens, HALF, 2 * heads), stride=(row, 1, HALF)))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, self.tile_layout(), (CHUNK, HALF, 2))
-
     @cute.kernel
     def kernel(
         self,
-        g_map: cute.CopyAtom,  # of [tokens, H, 128] bf16, before the gate
-        q_map: cute.CopyAtom,  # of [tokens, H, 128] bf16
+        g_map: cute.CopyAtom,  # of [tokens, H, 128], before the gate
+        q_map: cute.CopyAtom,  # of [tokens, H / group, 128] bf16
         k_map: cute.CopyAtom,
-        v_map: cute.CopyAtom,
-        coordinates: cute.Tensor,  # of all four
-        beta: Int64,  # [tokens, H] bf16, before the sigmoid
-        a_log: Int64,  # [H] fp32
-        dt_bias: Int64,  # [H, 128] fp32
+        v_map: cute.CopyAtom,  # of [tokens, H, 128] bf16
+        g_coordinates: cute.Tensor,
+        v_coordinates: cute.Tensor,  # and of q and k
+        beta: Int64,  # [tokens, H], before the sigmoid, with strides in elements
+        beta_token: Int64,
+        beta_head: Int64,
+        a_log: Int64,  # [H]
+        dt_bias: Int64,  # [H, 128], 16-byte aligned
         out: Int64,  # [tokens, H, 128] bf16; rows outside every packed sequence become 0
         cu_seqlens: Int64,  # [num_seqs + 1] int32 or int64
         workspace: Int64,  # [H, slots, RECORD_BYTES], then the records' flags
@@ -197,6 +180,7 @@ class PrepareWY64(PrepareSteps):
         seq_len: Int32,
         num_seqs: Int32,
         heads: Int32,
+        group: Int32,
         slot_begin: Int32,
         slots: Int32,
     ):
@@ -204,8 +188,10 @@ class PrepareWY64(PrepareSteps):
         allocator = SmemAllocator()
         full = allocator.allocate_array(Int64, HEADER_BYTES // 8)
         tiles = allocator.allocate_array(BFloat16, TILES_BYTES // 2, byte_alignment=1024)
-        p = Problem(full, tiles, full.toint(), tiles.toint(), (g_map, q_map, k_map, v_map), coordinates, beta, a_log, dt_bias,
-                    cu_seqlens, workspace, seq_len, num_seqs, heads, slot_begin, slots)  # fmt: skip
+        coordinates = (g_coordinates, v_coordinates, v_coordinates, v_coordinates)
+        p = Problem(full, tiles, full.toint(), tiles.toint(), (g_map, q_map, k_map, v_map), coordinates, beta, beta_token,
+                    beta_head, a_log, dt_bias, cu_seqlens, workspace, seq_len, num_seqs, heads, group, slot_begin,
+                    slots)  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -217,6 +203,7 @@ class PrepareWY64(PrepareSteps):
                     cute.arch.mbarrier_init(full + i, 1)
             cute.arch.mbarrier_init_fence()
             n = Int32(0)
+            ptx.sts_v4_b32(p.header + NUMBER, [n] * 4)
             self.make_plan(p, n, block, p.num_seqs, n)
             for which in cutlass.range_constexpr(3):
                 self.load(p, n, which)
@@ -242,92 +229,18 @@ class PrepareWY64(PrepareSteps):
                 sequences.clear_rows(out, (p.slot_begin + slot) * CHUNK, CHUNK, first, end, p.seq_len, task - slot * p.heads,
                                      p.heads, thread, self.threads)  # fmt: skip
 
-    # ---- plans and loads: warp 0 -----------------------------------------------------------------------------------
-    @cute.jit
-    def make_plan(self, p, n, task, sequences_left, behind):
-        """Plan the CTA's chunk number n: pair `task` of the launch, in one of the first `sequences_left` sequences."""
-        # pinned here: nothing made of it is kept in a register over the loop
-        (seq_len,) = ptx.pin([p.seq_len])
-        number = task // p.heads
-        slot, s = p.slots - 1 - number, Int32(-1)
-        if const_expr(self.cu_dtype is None):
-            if slot >= 0:
-                s = sequences.sequence_of_slot(p.slot_begin + slot, p.num_seqs, p.cu_seqlens, seq_len, LOG2_CHUNK, None)
-        else:
-            s, behind = sequences.sequence_from_end(
-                number, behind, sequences_left, p.slot_begin, p.slot_begin + p.slots, p.cu_seqlens, seq_len, LOG2_CHUNK,
-                self.cu_dtype,
-            )  # fmt: skip
-        rows, token, index = Int32(0), Int32(0), Int32(0)
-        if s >= 0:
-            begin, length, base = sequences.sequence(s, p.cu_seqlens, seq_len, LOG2_CHUNK, self.cu_dtype)
-            base -= p.slot_begin
-            if const_expr(self.cu_dtype is not None):
-                end = cutlass.min(base + ((length + (CHUNK - 1)) >> LOG2_CHUNK), p.slots)
-                slot = end - 1 - (number - behind)
-            index = slot - base
-            rows, token = length - index * CHUNK, begin + index * CHUNK
-        ptx.sts_v4_b32(p.plan(n), [rows, task, task - number * p.heads, slot])
-        ptx.sts_v4_b32(p.plan(n) + TOKEN, [token, index, s + 1, behind])
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def load(self, p, n, which: cutlass.Constexpr):
-        """Bring rows of the planned chunk number n into their tile."""
-        head, token = ptx.lds_b32(p.plan(n) + HEAD), ptx.lds_b32(p.plan(n) + TOKEN)
-        full = p.full + which
-        if ptx.lds_b32(p.plan(n) + ROWS) > 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
-            layout = self.tile_layout()
-            ring = cute.append(layout.outer, cute.make_layout(4, stride=TILE_BYTES // 2))
-            tiles = cute.make_tensor(cute.recast_ptr(p.tiles, layout.inner, BFloat16), ring)
-            rows = cute.local_tile(cute.domain_offset((token, 0, 0), p.coordinates), (CHUNK, HALF, 2), (0, 0, None))
-            target, source = cpasync.tma_partition(
-                p.maps[which], 0, cute.make_layout(1), cute.group_modes(tiles, 0, 3), cute.group_modes(rows, 0, 3)
-            )
-            cute.copy(p.maps[which], source[None, head], target[None, (n + which) & 3], tma_bar_ptr=full)
-
-    @cute.jit
-    def load_tables(self, p, n):
-        """sigmoid(beta), the gate's bias and rate for the planned chunk number n; clear the flags of its record."""
-        lane = ptx.thread_index() & 31
-        rows, head = ptx.lds_b32(p.plan(n) + ROWS), ptx.lds_b32(p.plan(n) + HEAD)
-        if rows > 0:
-            token = ptx.lds_b32(p.plan(n) + TOKEN)
-            x = []
-            for i in cutlass.range_constexpr(2):
-                row = token + ptx.less_b32(2 * lane + i, rows, 2 * lane + i, 0)
-                x.append(ptx.ldg_nc_bf16(p.beta + (Int64(row) * Int64(p.heads) + Int64(head)) * 2))
-            rate = ptx.ldg_nc_f32(p.a_log + Int64(head) * 4)
-            bias = ptx.ldg_v4_f32(p.dt_bias + Int64(head) * 512 + Int64(lane * 16))
-            with cute.arch.elect_one():
-                clear_flags(p.workspace, p.heads, p.slots, head, ptx.lds_b32(p.plan(n) + SLOT))
-            y = [ptx.rcp(Float32(1.0) + ptx.ex2(b * Float32(-LOG2E))) for b in x]
-            y = [ptx.less_f32(2 * lane + i, rows, y[i], 0.0) for i in range(2)]
-            ptx.sts_v2_f32(p.beta_rows(n) + lane * 8, *y)
-            rate = ptx.ex2(rate * Float32(LOG2E)) * Float32(-LOG2E)
-            ptx.sts_v4_f32(p.smem + BIAS + lane * 16, [b * rate for b in bias])
-            ptx.sts_f32(p.smem + RATE, rate)
-
-    @cute.jit
-    def zero_past_end(self, tile, rows_band, band, half):
-        """Rows of the warp's block that belong to the next sequence, or to none."""
-        if rows_band < 16:
-            lane = ptx.lane_index()
-            for i in cutlass.range_constexpr(4):
-                row = (lane >> 3) + 4 * i
-                if row >= rows_band:
-                    at = half * (TILE_BYTES // 2) + (16 * band + row) * 128 + (lane & 7) * 16
-                    ptx.sts_v4_b32(tile + at, [Int32(0)] * 4)
-            cute.arch.sync_warp()
-
     # ---- one chunk -------------------------------------------------------------------------------------------------
-    def warp_lane(self):
-        """Band, half and lane, read anew, so that what depends on them takes no registers over the loop."""
-        thread = ptx.thread_index()
+    def anew(self, p, x):
+        """x. Where registers are short, plus a 0 from shared memory: what is made of it, ptxas does not keep over the loop."""
+        return x + ptx.lds_b32(p.header + NUMBER + 4) if self.crowded else x
+
+    def place(self, p, n, begun=True):
+        """n, warp, band, half and lane, made anew, so that what depends on them takes no registers over the loop."""
+        if self.crowded and begun:
+            n = ptx.lds_b32(p.header + NUMBER)
+        thread = self.anew(p, ptx.thread_index())
         warp = cute.arch.make_warp_uniform(thread >> 5)
-        return warp, warp & 3, warp >> 2, thread & 31
+        return n, warp, warp & 3, warp >> 2, thread & 31
 
     def block_at(self, band, half, lane):
         """ldmatrix and stmatrix address, in a tile, of the first 16x16 block of the warp's rows and half. Those of the
@@ -337,20 +250,28 @@ class PrepareWY64(PrepareSteps):
     @cute.jit
     def chunk(self, p, n, rows, scale, gate_scale):
         parity = n & 1
-        warp, band, half, lane = self.warp_lane()
+        n, warp, band, half, lane = self.place(p, n, begun=False)
         at = self.block_at(band, half, lane)
-        g_tile, q_tile, k_tile = p.tile(n, G), p.tile(n, Q), p.tile(n, K)
+        g_tile, q_tile, k_tile = self.tile(p, n, G), self.tile(p, n, Q), self.tile(p, n, K)
         rows_band = rows - 16 * band
         cute.arch.mbarrier_wait(p.full + G, parity)
-        self.zero_past_end(g_tile, rows_band, band, half)
-        sums = self.decay_sums(p.smem, g_tile + at, *ptx.pin([gate_scale]), rows_band, half, lane)
-        self.store_band_sum(p.smem, sums, band, half, lane)
+        if const_expr(self.bounded):
+            if const_expr(not self.wide_gate):
+                self.zero_past_end(g_tile, rows_band, band, half)
+            decays = self.decay_sums(p.smem, g_tile, *ptx.pin([gate_scale]), rows_band, band, half, lane)
+            self.store_band_sum(p.smem, decays, band, half, lane)
+        else:
+            decays = self.log_decays(p.smem, g_tile, rows_band, band, half, lane)
+            self.store_band_sum_of(p.smem, decays, band, half, lane)
         cute.arch.mbarrier_wait(p.full + Q, parity)
         cute.arch.mbarrier_wait(p.full + K, parity)
         self.zero_past_end(q_tile, rows_band, band, half)
         self.zero_past_end(k_tile, rows_band, band, half)
-        self.squares(p.smem, q_tile + at, band, half, lane, 0)
-        self.squares(p.smem, k_tile + at, band, half, lane, 512)
+        if const_expr(not self.bounded):
+            self.near_levels(p.smem, q_tile, k_tile, decays, band, half, lane)
+        elif const_expr(self.l2norm):
+            self.squares(p.smem, q_tile + at, band, half, lane, 0)
+            self.squares(p.smem, k_tile + at, band, half, lane, 512)
         cute.arch.sync_threads()
         if warp == 0:
             with cute.arch.elect_one():
@@ -358,34 +279,41 @@ class PrepareWY64(PrepareSteps):
             self.load(p, n, V)
         self.factors(p.smem, p.record(n), band, half, lane)
         cute.arch.sync_warp()
-        warp, band, half, lane = self.warp_lane()
+        n, warp, band, half, lane = self.place(p, n)
         at = self.block_at(band, half, lane)
         norms = [[x * scale for x in self.norms(p.smem, band, lane >> 2, 0)], self.norms(p.smem, band, lane >> 2, 512)]
-        q_band, k_band, a, m = self.images(p.smem, (g_tile + at, q_tile + at, k_tile + at), sums, norms, band, half, lane)
+        image_at = [self.tile(p, n, which) + at for which in (G, Q, K)]
+        if const_expr(self.bounded):
+            q_band, k_band, a, m = self.images(p.smem, image_at, decays, norms, band, half, lane)
+        else:
+            q_band, k_band, a, m = self.level_images(p, n, image_at, decays, norms, scale, band, half, lane)
+            n, warp, band, half, lane = self.place(p, n)
         self.share_diagonal(p.smem, a, m, band, half, lane)
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
-        warp, band, half, lane = self.warp_lane()
+        n, warp, band, half, lane = self.place(p, n)
         if warp == 0:
             with cute.arch.elect_one():
-                self.store_unless_first(p, n, Q_AT, q_tile)
-                ptx.bulk_store(p.record(n) + K_END_AT, k_tile, Int32(TILE_BYTES))
+                self.store_unless_first(p, n, Q_AT, self.tile(p, n, Q))
+                ptx.bulk_store(p.record(n) + K_END_AT, self.tile(p, n, K), Int32(TILE_BYTES))
                 ptx.bulk_commit()
             grid, _, _ = cute.arch.grid_dim()
             self.make_plan(p, n + 1, ptx.lds_b32(p.plan(n) + TASK) + grid, *ptx.lds_v2_b32(p.plan(n) + SEQUENCES))
             with cute.arch.elect_one():
                 ptx.bulk_wait_read()
             self.load(p, n + 1, G)
-            self.load(p, n + 1, Q)
+            if const_expr(not self.wide_gate):
+                self.load(p, n + 1, Q)
             self.load_tables(p, n + 1)
         (n,) = ptx.pin([n])  # as above: tiles' addresses are made anew
+        smem = self.anew(p, p.smem)
         if half == 1:
-            self.diagonal_blocks(p.smem, a, m, p.beta_rows(n), band, lane)
+            self.diagonal_blocks(smem, a, m, p.beta_rows(n), band, lane)
         for b in cutlass.range_constexpr(1, BANDS):
             if band == b:
-                self.blocks_below(p.smem, b, p.beta_rows(n), half, lane, q_band, k_band)
-        cute.arch.mbarrier_wait(p.full + V, parity)
-        self.zero_past_end(p.tile(n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half)
+                self.blocks_below(smem, b, p.beta_rows(n), half, lane, q_band, k_band)
+        cute.arch.mbarrier_wait(p.full + V, n & 1)
+        self.zero_past_end(self.tile(p, n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half)
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
         if warp == 0:
@@ -408,12 +336,12 @@ class PrepareWY64(PrepareSteps):
         """U and W of the chunk."""
         row8, upper = lane & 7, (lane >> 3) & 1
         channels = half * (TILE_BYTES // 2) + (row8 + 8 * (lane >> 4)) * 128 + (((2 * band + upper) ^ row8) << 4)
-        v_at, w_at = p.tile(n, V) + channels, p.tile(n, G) + channels
+        v_at, w_at = self.tile(p, n, V) + channels, self.tile(p, n, G) + channels
         x = [[ptx.ldmatrix_x4_trans(tile + b * 2048) for tile in (v_at, w_at)] for b in range(BANDS)]
         ptx.fence_proxy_async()  # the reads of V before the next K, which the copy engine brings into its tile
         if warp == 0:
             cute.arch.barrier(barrier_id=V_TAKEN, number_of_threads=self.threads)
-            self.load(p, n + 1, K)
+            self.load(p, n + 1, Q if self.wide_gate else K)
         else:
             cute.arch.barrier_arrive(barrier_id=V_TAKEN, number_of_threads=self.threads)
         u_at = p.record(n) + Int64(U_AT + half * U_BYTES + (band * 32 + lane) * 16)
@@ -422,5 +350,11 @@ class PrepareWY64(PrepareSteps):
         cute.arch.sync_threads()
         if warp == 0:
             with cute.arch.elect_one():
-                self.store_unless_first(p, n, W_AT, p.tile(n, G))
+                self.store_unless_first(p, n, W_AT, self.tile(p, n, G))
                 ptx.bulk_commit()
+                if const_expr(self.crowded):
+                    ptx.sts_b32(p.header + NUMBER, n + 1)
+            if const_expr(self.wide_gate):
+                with cute.arch.elect_one():
+                    ptx.bulk_wait_read()
+                self.load(p, n + 1, K)
