@@ -87,6 +87,7 @@ def command(chosen):
 
 def measure(case, gate, implementations):
     """(rows without the run's columns, lines about failures)."""
+    implementations = [item for item in implementations if item.takes(case)]
     sets = cases.input_sets(case, gate)
     checked = checks.check_all(implementations, sets[0])
     good = [item for item in implementations if not checked[item.name].failures]

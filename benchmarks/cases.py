@@ -7,12 +7,13 @@ import torch
 
 DIM = 128
 LOWER_BOUND = -5.0
+# FlashKDA's own; Kimi-Linear's modelling code, with g and beta activated before and K-first states; FLA's default layer
+CALLS = ("flashkda", "kimi", "softplus")
 GATES = ("strong", "weak", "mixed")
 STRONG, WEAK = -2.5, -0.001  # log decay a token
 MIXED = (-0.001, -3.0)  # log-uniform between them, one rate for each channel
 JITTER = 0.1  # a token's log decay lies this fraction around its channel's
 L2_BYTES = 50 << 20  # of an H200
-IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,11 @@ class Case:
 
     name: str
     lengths: tuple[int, ...]
-    heads: int
+    heads: int  # of v, g, beta and the states
     packed: bool
-    flashkda_us: float  # FlashKDA's CUDA-graph median on an H200, for comparison
+    flashkda_us: float | None  # FlashKDA's CUDA-graph median on an H200, for comparison; None: it takes no such call
+    call: str = "flashkda"  # one of CALLS
+    group: int = 1  # value heads for each head of q and k
 
     @property
     def tokens(self):
@@ -34,9 +37,15 @@ class Case:
         return len(self.lengths)
 
     @property
+    def prepared_bytes(self):
+        """q, k, g and beta."""
+        of_gate = 4 if self.call == "kimi" else 2
+        return self.tokens * (self.heads // self.group * 2 * 2 * DIM + self.heads * of_gate * (DIM + 1))
+
+    @property
     def floor_bytes(self):
         """Each input read once, each output written once: q, k, v, g, out, beta and the fp32 final state."""
-        return self.heads * (self.tokens * (5 * 2 * DIM + 2) + self.sequences * 4 * DIM * DIM)
+        return self.prepared_bytes + self.heads * (self.tokens * 2 * 2 * DIM + self.sequences * 4 * DIM * DIM)
 
 
 # Microseconds of the auto mode's CUDA graph on an H200: at most, and what is aimed at (None: nothing further).
@@ -66,12 +75,15 @@ CASES = {
         Case("varlen6-H12", RAGGED, 12, True, 399),
         Case("8x1024-H12", (1024,) * 8, 12, True, 206),
         Case("128x64-H12", (64,) * 128, 12, True, 237),
+        Case("kimi-T8192-H32", (8192,), 32, True, None, "kimi"),
+        Case("softplus-T8192-H32", (8192,), 32, False, None, "softplus"),
+        Case("softplus-T8192-H16-HV32", (8192,), 32, False, None, "softplus", group=2),
     )
 }
 
 
 def inputs(case, gate="mixed", seed=0, device="cuda", initial_state=False):
-    """Keyword arguments of chunk_kda, as FLA's KDA layer passes them; B = 1 where the case is packed or one sequence.
+    """Keyword arguments of chunk_kda, as the model passes them; B = 1 where the case is packed or one sequence.
 
     initial_state: give a normal [N, H, V, K] fp32 one. On the meta device everything has a shape and no values.
     """
@@ -85,17 +97,28 @@ def inputs(case, gate="mixed", seed=0, device="cuda", initial_state=False):
     A_log = 0.2 * normal(heads, dtype=torch.float32)
     dt_bias = 0.2 * normal(heads * DIM, dtype=torch.float32)
     wanted = log_decay(gate, (batch, tokens, heads, DIM), device, generator)
-    logit = torch.logit(wanted.div_(LOWER_BOUND))
-    g = logit.div_(A_log.exp()[:, None]).sub_(dt_bias.view(heads, DIM)).bfloat16()
     call = {
-        **{name: normal(batch, tokens, heads, DIM) for name in "qkv"},
-        "g": g,
+        **{name: normal(batch, tokens, heads // case.group, DIM) for name in "qk"},
+        "v": normal(batch, tokens, heads, DIM),
         "beta": normal(batch, tokens, heads),
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "lower_bound": LOWER_BOUND,
-        **dict.fromkeys((*IN_KERNEL, "safe_gate", "state_v_first", "output_final_state"), True),
+        "use_qk_l2norm_in_kernel": True,
+        "output_final_state": True,
     }
+    if case.call == "kimi":
+        call |= {"g": wanted, "beta": call["beta"].float().sigmoid()}
+    else:
+        bounded, rate = case.call == "flashkda", A_log.exp()[:, None]
+        raw = torch.logit(wanted.div_(LOWER_BOUND)).div_(rate) if bounded else wanted.div_(-rate).expm1_().log_()
+        call |= {
+            "g": raw.sub_(dt_bias.view(heads, DIM)).bfloat16(),
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "state_v_first": True,
+        }
+        if bounded:
+            call |= {"lower_bound": LOWER_BOUND, "safe_gate": True}
     if initial_state:
         call["initial_state"] = normal(case.sequences, heads, DIM, DIM, dtype=torch.float32)
     if case.packed:
@@ -126,10 +149,13 @@ def log_decay(gate, shape, device, generator=None):
 
 
 def few_heads(call, heads):
-    """The call with some heads only; no head depends on another."""
-    few = {name: call[name][:, :, heads] for name in ("q", "k", "v", "g", "beta")}
-    few["A_log"] = call["A_log"][heads]
-    few["dt_bias"] = call["dt_bias"].view(-1, DIM)[heads].flatten()
+    """The call with some value heads only, and their heads of q and k; no head depends on another."""
+    group = call["v"].shape[2] // call["q"].shape[2]
+    few = {name: call[name][:, :, [head // group for head in heads]] for name in ("q", "k")}
+    few |= {name: call[name][:, :, heads] for name in ("v", "g", "beta")}
+    if "A_log" in call:
+        few["A_log"] = call["A_log"][heads]
+        few["dt_bias"] = call["dt_bias"].view(-1, DIM)[heads].flatten()
     if "initial_state" in call:
         few["initial_state"] = call["initial_state"][:, heads]
     return {**call, **few}

@@ -19,6 +19,10 @@ class Implementation:
     package: str | None = None  # must be installed for it
     call: Any = None
     through_fla: bool = True
+    only_flashkdas: bool = False  # it runs FlashKDA's own call, and leaves others to somebody else
+
+    def takes(self, case):
+        return case.call == "flashkda" or not self.only_flashkdas
 
     @property
     def ours(self):
@@ -62,6 +66,7 @@ IMPLEMENTATIONS = {
         Implementation(
             "exact",
             {**OURS_ON, "FLA_KDA_CUTE_MODE": "exact", "FLA_KDA_CUTE_COST": "off", "FLA_KDA_CUTE_STRICT": "1"},
+            only_flashkdas=True,
         ),
         # What a user gets: the cost rule may leave a shape to Triton, and then Triton is what is timed.
         Implementation(
@@ -74,7 +79,7 @@ IMPLEMENTATIONS = {
                 "FLA_FLASH_KDA": "0",
             },
         ),
-        Implementation("flashkda", {**OURS_OFF, "FLA_FLASH_KDA": "1"}, package="flash_kda"),
+        Implementation("flashkda", {**OURS_OFF, "FLA_FLASH_KDA": "1"}, package="flash_kda", only_flashkdas=True),
         Implementation("cudnn", OURS_OFF, package="cudnn", through_fla=False),
     )
 }

@@ -18,7 +18,7 @@ from .implementations import IMPLEMENTATIONS
 CALLS = 20
 COPY_BYTES = 1 << 30
 OUR_KERNEL = re.compile(r"fla_kda_backendkernels[a-z0-9_]*?([A-Z][A-Za-z0-9]*)_object")
-ROW = 2 * cases.DIM  # a token and head of q, k, v, g or out
+ROW = 2 * cases.DIM  # a token and head of v or out
 # what a link without outputs reads of a record
 SPINE_BYTES = record64.W_BYTES + 2 * record64.U_BYTES + record64.DECAY_BYTES + record64.K_END_BYTES
 
@@ -83,7 +83,7 @@ def traffic(case, kernel):
     replayed = case.heads * record64.EVERY * sum(stretches)
     checkpoints = case.heads * sum(max(count - 1, 0) for count in stretches)
     chain = chunks64 * record64.RECORD_BYTES + rows * ROW + states
-    inputs = rows * (3 * ROW + 2)  # q, k, g, beta
+    inputs = case.prepared_bytes
     return {
         "PrepareChunk16": inputs + chunks16 * record16.RECORD_BYTES,
         "RecurrenceSplit": chunks16 * record16.RECORD_BYTES + rows * 2 * ROW + states,

@@ -13,7 +13,7 @@ from operator import is_, itemgetter
 from fla.backends import BaseBackend
 
 from . import config, dispatch_log, eligibility, facts, memo, planning, selfcheck
-from .call import ABSENT, POSITIONAL, Call, parse
+from .call import ABSENT, DEVICE_INPUTS, POSITIONAL, Call, parse
 
 logger = logging.getLogger("fla_kda_backend")
 
@@ -40,7 +40,7 @@ class Verdict:
         self.launch = None  # op's, once a call was accepted and is to run
 
 
-TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")  # as op takes them
+TENSORS = (*DEVICE_INPUTS, "cu_seqlens_cpu")  # as op takes them
 PASSING = ("internal_error", "untested_capture")  # the next such call may fare better
 
 
@@ -129,9 +129,12 @@ def consider(call, known):
     plan = planning.plan(call, known)
     if not plan.should_run and config.COST.get():
         return eligibility.Decision(False, "cost", plan.reason), None
+    decision = eligibility.ACCEPTED
     if known.capability in eligibility.COMPILED_ONLY:
-        return selfcheck.decision(call.q.device, known, run, fla_implementation()), plan
-    return eligibility.ACCEPTED, plan
+        decision = selfcheck.decision(call.q.device, plan, known, run, fla_implementation())
+    if decision.accepted and plan.reason:
+        decision = decision._replace(message=plan.reason)
+    return decision, plan
 
 
 def run(call, plan):

@@ -35,8 +35,8 @@ class Call:
     cp_context: Any = None
     use_graph: bool = False
     max_num_seqs: int | None = None
-    A_log: torch.Tensor | None = field(default=None, kw_only=True)  # HV values
-    dt_bias: torch.Tensor | None = field(default=None, kw_only=True)  # HV * K values
+    A_log: torch.Tensor | None = field(default=None, kw_only=True)  # HV values of any shape
+    dt_bias: torch.Tensor | None = field(default=None, kw_only=True)  # [HV * K] or [HV, K]
     chunk_size: int = field(default=64, kw_only=True)
     transpose_state_layout: Any = field(default=ABSENT, kw_only=True)
     unknown: tuple[str, ...] = field(default=(), kw_only=True)  # keywords that nobody here knows
@@ -49,9 +49,14 @@ class Call:
         return self.q.shape[0] * self.q.shape[1]
 
     @property
-    def heads(self):
+    def qk_heads(self):
         """H, of q and k."""
         return self.q.shape[2]
+
+    @property
+    def heads(self):
+        """HV, of v, g, beta and the states; value head h uses head h // (HV / H) of q and k."""
+        return self.v.shape[2]
 
     @property
     def num_sequences(self):
@@ -60,9 +65,14 @@ class Call:
 
     @property
     def inputs(self):
-        """(name, value) of everything that was given and that the kernels would read on the device."""
+        """(name, value) of everything that was given and that the kernels would read on the device.
+
+        Without the gate in the kernel FLA drops A_log and dt_bias unseen: they may be anything, and one that requires grad
+        gets no gradient from FLA either.
+        """
         if self.given is None:
-            self.given = [(name, value) for name in DEVICE_INPUTS if (value := getattr(self, name)) is not None]
+            names = DEVICE_INPUTS if self.use_gate_in_kernel else DEVICE_INPUTS[:-2]
+            self.given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
         return self.given
 
 
@@ -71,7 +81,7 @@ KEYWORD_ONLY = ("A_log", "dt_bias", "chunk_size", "transpose_state_layout")  # i
 PARAMETERS = tuple(f.name for f in fields(Call) if f.name not in OWN)
 POSITIONAL = tuple(name for name in PARAMETERS if name not in KEYWORD_ONLY)
 REQUIRED = ("q", "k", "v", "g", "beta")
-DEVICE_INPUTS = (*REQUIRED, "initial_state", "cu_seqlens", "A_log", "dt_bias")
+DEVICE_INPUTS = (*REQUIRED, "initial_state", "cu_seqlens", "A_log", "dt_bias")  # the gate's last
 
 _KNOWN = frozenset(PARAMETERS)
 

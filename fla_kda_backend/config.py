@@ -82,7 +82,8 @@ MODE = Variable(
     "FLA_KDA_CUTE_MODE",
     {"auto": "auto", "exact": "exact"},
     "auto",
-    "auto: the fastest kernel that is right for the call, with the robust inverse. exact: FlashKDA's bits.",
+    "auto: the fastest kernel that is right for the call, with the robust inverse. exact: FlashKDA's bits for FlashKDA's own "
+    "call; every other call runs as in auto, and the log says so.",
 )
 STRICT = Variable(
     "FLA_KDA_CUTE_STRICT",

@@ -42,6 +42,9 @@ ARGUMENTS = (
     "safe_gate",
     "lower_bound",
     "state_v_first",
+    "return_intermediate_states",
+    "chunk_size",
+    "use_graph",
 )
 
 
@@ -232,6 +235,9 @@ def _content(outcome, code, message, call, plan):
         call.safe_gate,
         call.lower_bound,
         call.state_v_first,
+        call.return_intermediate_states,
+        call.chunk_size,
+        call.use_graph,
     )
     shapes = tuple([getattr(x, "shape", None) for x in tensors])
     if not PLAIN.issuperset(map(type, arguments)):  # a tensor, say, which a record must not keep alive

@@ -16,12 +16,14 @@ __all__ = ["DECLINED", "HANDLED", "RULES", "Call", "Decision", "check", "parse"]
 
 HEAD_DIM = 128
 LOWEST_BOUND = -5.0
+EITHER = (torch.bfloat16, torch.float32)
+OFFSETS = (torch.int32, torch.int64)
 NUMBER = (float, int, Real)  # the common ones first: asking the abstract class alone is slow
 RUN = ((9, 0),)  # capabilities that the kernels run on
 COMPILED_ONLY = ((10, 0), (10, 3), (12, 0))  # compiled for, never run on: checked against FLA at the first call
 
 # Every parameter is in one of the two: DECLINED ones must have FLA's default, whatever the rest of the call is.
-DECLINED = frozenset({"allow_neg_eigval", "return_intermediate_states", "cp_context", "use_graph"})
+DECLINED = frozenset({"cp_context"})
 HANDLED = frozenset(PARAMETERS) - DECLINED
 
 FLA_REFUSES = "fla_refuses"
@@ -184,44 +186,15 @@ def cp_context(call, facts):
     return "knows no context parallelism, got cp_context" if call.cp_context is not None else None
 
 
-def intermediate_states(call, facts):
-    return (
-        "returns no intermediate states, got return_intermediate_states=True"
-        if call.return_intermediate_states
-        else None
-    )
-
-
-def use_graph(call, facts):
-    return "knows no padded cu_seqlens for graphs, got use_graph=True" if call.use_graph else None
-
-
-def qk_l2norm(call, facts):
-    return None if call.use_qk_l2norm_in_kernel else "requires use_qk_l2norm_in_kernel=True, got False"
-
-
-def gate(call, facts):
-    return None if call.use_gate_in_kernel else "requires use_gate_in_kernel=True, got False"
-
-
-def beta_sigmoid(call, facts):
-    return None if call.use_beta_sigmoid_in_kernel else "requires use_beta_sigmoid_in_kernel=True, got False"
-
-
-def neg_eigval(call, facts):
-    return "requires allow_neg_eigval=False, got True" if call.allow_neg_eigval else None
-
-
-def state_v_first(call, facts):
-    return None if call.state_v_first else "requires state_v_first=True, got False"
-
-
 def lower_bound(call, facts):
+    """FLA chooses the bounded gate by a bound alone, whatever safe_gate says, and reads none without a gate to compute."""
     bound = call.lower_bound
+    if bound is None or not call.use_gate_in_kernel:
+        return None
     if isinstance(bound, NUMBER):
         return None if LOWEST_BOUND <= bound < 0 else f"requires -5 <= lower_bound < 0, got {bound}"
     # A tensor is not compared: on a GPU that would wait for it.
-    return f"requires a number as lower_bound, got {'None' if bound is None else typename(bound)}"
+    return f"requires a number as lower_bound, got {typename(bound)}"
 
 
 def scale(call, facts):
@@ -229,9 +202,13 @@ def scale(call, facts):
 
 
 def input_dtype(call, facts):
-    for name, value in zip(REQUIRED, (call.q, call.k, call.v, call.g, call.beta)):
+    """As they are: FLA casts nothing under torch.autocast either."""
+    for name, value in (("q", call.q), ("k", call.k), ("v", call.v)):
         if value.dtype != torch.bfloat16:
             return f"requires a bfloat16 {name}, got {dtype_name(value)}"
+    for name, value in (("g", call.g), ("beta", call.beta)):
+        if value.dtype not in EITHER:
+            return f"requires a bfloat16 or float32 {name}, got {dtype_name(value)}"
     return None
 
 
@@ -242,22 +219,38 @@ def head_dim(call, facts):
     return None
 
 
-def heads(call, facts):
-    have, given = call.q.shape[2], call.v.shape[2]
-    return f"requires HV = H, got HV={given}, H={have}" if given != have else None
-
-
 def value_shape(call, facts):
-    return f"requires v of q's shape {shape(call.q)}, got {shape(call.v)}" if call.v.shape != call.q.shape else None
+    expected = call.g.shape  # which is right, and V = K
+    return f"requires v [B, T, HV, V] = {list(expected)}, got {shape(call.v)}" if call.v.shape != expected else None
 
 
 def cu_seqlens(call, facts):
     offsets = call.cu_seqlens
     if offsets is None:
         return None
-    if offsets.dtype not in (torch.int32, torch.int64):
+    if offsets.dtype not in OFFSETS:
         return f"requires int32 or int64 cu_seqlens, got {dtype_name(offsets)}"
     return f"requires cu_seqlens [N + 1], got {shape(offsets)}" if offsets.ndim != 1 else None
+
+
+def cu_seqlens_cpu(call, facts):
+    """Its values are read where chunks are counted, and nowhere else: for intermediate states of no static number."""
+    offsets = call.cu_seqlens_cpu
+    if offsets is None or not call.return_intermediate_states or call.cu_seqlens is None or call.use_graph:
+        return None
+    if type(offsets) is not torch.Tensor or offsets.device.type != "cpu":
+        got = offsets.device if isinstance(offsets, torch.Tensor) else typename(offsets)
+        return f"with return_intermediate_states requires cu_seqlens_cpu as a plain tensor on the CPU, got {got}"
+    if offsets.dtype not in OFFSETS or offsets.shape != call.cu_seqlens.shape:
+        return f"requires cu_seqlens_cpu like cu_seqlens {shape(call.cu_seqlens)}, got {dtype_name(offsets)} {shape(offsets)}"
+    return None
+
+
+def max_num_seqs(call, facts):
+    # Whether a number is the right one FLA's own refusal has told; a tensor on a GPU would be waited for.
+    if not call.use_graph or call.cu_seqlens is None or call.max_num_seqs is None or isinstance(call.max_num_seqs, NUMBER):
+        return None
+    return f"with use_graph requires a number as max_num_seqs, got {typename(call.max_num_seqs)}"
 
 
 def num_sequences(call, facts):
@@ -268,19 +261,20 @@ def initial_state(call, facts):
     expected = (call.num_sequences, call.heads, HEAD_DIM, HEAD_DIM)
     if call.initial_state is None or call.initial_state.shape == expected:
         return None
-    return f"requires initial_state [N, H, V, K] = {list(expected)}, got {shape(call.initial_state)}"
+    layout = "[N, HV, V, K]" if call.state_v_first else "[N, HV, K, V]"
+    return f"requires initial_state {layout} = {list(expected)}, got {shape(call.initial_state)}"
 
 
 def gate_parameters(call, facts):
+    if not call.use_gate_in_kernel:
+        return None
     for name, value in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
-        if value is None:
-            return f"requires {name}, got None"
-        if value.dtype != torch.float32:
-            return f"requires a float32 {name}, got {dtype_name(value)}"
-    if call.A_log.numel() != call.heads:
-        return f"requires A_log with H = {call.heads} elements, got {shape(call.A_log)}"
-    if call.dt_bias.shape not in ((call.heads * HEAD_DIM,), (call.heads, HEAD_DIM)):
-        return f"requires dt_bias [H * K] = [{call.heads * HEAD_DIM}] or [H, K], got {shape(call.dt_bias)}"
+        if value is not None and value.dtype not in EITHER:
+            return f"requires a float32 or bfloat16 {name}, got {dtype_name(value)}"
+    if call.A_log is not None and call.A_log.numel() != call.heads:
+        return f"requires A_log with HV = {call.heads} elements, got {shape(call.A_log)}"
+    if call.dt_bias is not None and call.dt_bias.shape not in ((call.heads * HEAD_DIM,), (call.heads, HEAD_DIM)):
+        return f"requires dt_bias [HV * K] = [{call.heads * HEAD_DIM}] or [HV, K], got {shape(call.dt_bias)}"
     return None
 
 
@@ -299,20 +293,14 @@ RULES = (
             one_device,
             no_grad,
             cp_context,
-            intermediate_states,
-            use_graph,
-            qk_l2norm,
-            gate,
-            beta_sigmoid,
-            neg_eigval,
-            state_v_first,
             lower_bound,
             scale,
             input_dtype,
             head_dim,
-            heads,
             value_shape,
             cu_seqlens,
+            cu_seqlens_cpu,
+            max_num_seqs,
             num_sequences,
             initial_state,
             gate_parameters,

@@ -7,16 +7,17 @@ try:  # where torch's own compiler gets them: the public functions take several 
 except ImportError:  # a build without CUDA
     _cuda_getCurrentRawStream = _cuda_getDevice = None
 
+from .call import DEVICE_INPUTS, Call
 from .compiling.library import launcher
 from .compiling.spec import ARCHS, KernelSpec
 from .kernels.shared import record16, record64
-from .planning import WORKSPACE_LIMIT, Plan, column_split
+from .planning import DTYPE_NAMES, WORKSPACE_LIMIT, column_split
 
 DIM = 128
 LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes; the kernels' vector accesses need it
 RECORDS = {"column_split": record16, "wy64": record64}  # layout of each family's workspace
-STATE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+STRIDED = {"column_split": False, "wy64": True}  # whether its kernels take the strides of q, k, v, g and beta
 CU_NAMES = {torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -34,21 +35,25 @@ def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_s
 
 
 def run(call, plan):
-    """Run an eligibility.Call under its Plan: (out [B, T, H, V] bf16, final_state [N, H, V, K] fp32 or None)."""
-    return prepare(call, plan)(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, call.cu_seqlens
-    )
+    """Run an eligibility.Call under its Plan.
+
+    Returns (out [B, T, HV, V] bf16, final_state [N, HV, V, K], or [N, HV, K, V] without state_v_first, fp32 or None), and
+    with return_intermediate_states, third, the state before each chunk of chunk_size tokens, [B, NT, HV, V, K] bf16 or
+    [B, NT, HV, K, V], sequence after sequence.
+
+    NT is the number of chunks of all sequences of a row. With cu_seqlens it is counted in cu_seqlens_cpu, which must hold the
+    same values; under use_graph it is the bound that any cu_seqlens of that length keeps, and rows of no chunk are left
+    undefined; with neither, cu_seqlens is read, which waits for the GPU. Nothing else here does.
+    """
+    return prepare(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
 
 
 def prepare(call, plan):
     """The Launch that runs an eligibility.Call under its Plan, and every other call with the same metadata."""
-    final = torch.float32 if call.output_final_state else None
-    return Launch(plan, call.q, call.scale, call.lower_bound, call.initial_state, final, call.cu_seqlens)
+    return Launch(call, plan, torch.float32 if call.output_final_state else None)
 
 
-def fwd(
-    q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None
-):
+def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None):
     """FlashKDA's call, bit for bit: KDA with l2norm, gate and beta sigmoid in the kernel, written to `out`.
 
     Args:
@@ -66,10 +71,10 @@ def fwd(
         ValueError: an argument is outside these limits; nothing has been launched or written.
     """
     _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
-    num_sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    call = Call(q, k, v, g, beta, scale, initial_state, use_gate_in_kernel=True, lower_bound=lower_bound,
+                cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)  # fmt: skip
     sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    plan = column_split("exact", num_sequences, q.shape[2], sm_count)
-    _launch(plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
+    into(call, column_split("exact", call.num_sequences, call.heads, sm_count), out, final_state)
 
 
 # ---- checks of fwd -------------------------------------------------------------------------------------------------
@@ -88,9 +93,7 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
     for name in ("k", "v", "g", "out"):
         shape = list(tensors[name].shape)
         require(shape == list(q.shape), f"{name} must have q's shape {list(q.shape)}, got {shape}")
-    require(
-        list(beta.shape) == [batch, length, heads], f"beta must be {[batch, length, heads]}, got {list(beta.shape)}"
-    )
+    require(list(beta.shape) == [batch, length, heads], f"beta must be {[batch, length, heads]}, got {list(beta.shape)}")
     for name in ("q", "k", "v", "g", "beta", "out"):
         require(tensors[name].dtype == torch.bfloat16, f"{name} must be bfloat16, got {tensors[name].dtype}")
     for name, count in (("A_log", heads), ("dt_bias", heads * DIM)):
@@ -121,12 +124,10 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
         if x is not None:
             shape = [sequences, heads, DIM, DIM]
             require(list(x.shape) == shape, f"{name} must be [N, H, V, K] = {shape}, got {list(x.shape)}")
-            require(x.dtype in STATE_NAMES, f"{name} must be float32 or bfloat16, got {x.dtype}")
+            require(x.dtype in DTYPE_NAMES, f"{name} must be float32 or bfloat16, got {x.dtype}")
     for name in ("out", "final_state"):
         x = tensors.get(name)
-        require(
-            x is None or x.is_contiguous(), f"{name} must be contiguous, got strides {x is not None and x.stride()}"
-        )
+        require(x is None or x.is_contiguous(), f"{name} must be contiguous, got strides {x is not None and x.stride()}")
     require(
         out.data_ptr() % ALIGNMENT == 0,
         f"out must be {ALIGNMENT}-byte aligned, got an address {out.data_ptr() % ALIGNMENT} bytes past that",
@@ -138,24 +139,28 @@ def _slots_a_segment(record, slots, heads):
     return max(1, min(slots, WORKSPACE_LIMIT // record.workspace_bytes(1, heads)))
 
 
-def _launch(
-    plan: Plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
-):
-    final = None if final_state is None else final_state.dtype
-    launch = Launch(plan, q, scale, lower_bound, initial_state, final, cu_seqlens)
-    launch.into(out, final_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+def into(call, plan, out, final_state, states=None):
+    """Run a call under a plan, with results in given tensors; final_state fp32, bf16 or None."""
+    launch = Launch(call, plan, None if final_state is None else final_state.dtype)
+    launch.into(out, final_state, states, *(getattr(call, name) for name in DEVICE_INPUTS))
 
 
 class Launch:
     """What the launches of a call owe to its metadata. To be called with its tensors, of which it keeps none."""
 
-    def __init__(self, plan: Plan, q, scale, lower_bound, initial_state, final, cu_seqlens):
-        batch, length, heads, _ = self.shape = q.shape
-        device = self.device = q.device
-        num_sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    def __init__(self, call, plan, final):
+        batch, length, qk_heads, _ = call.q.shape
+        heads, num_sequences = call.heads, call.num_sequences
+        packed = call.cu_seqlens is not None
+        device = self.device = call.q.device
+        chosen = dict(plan.options)
+        self.shape = batch, length, heads, DIM
         self.final_shape = None if final is None else (num_sequences, heads, DIM, DIM)
+        self.states, self.chunk_size, self.rows = chosen.get("states", False), int(call.chunk_size), None
+        if not packed or call.use_graph:
+            self.rows = -(-length // self.chunk_size) + (num_sequences - 1 if packed else 0)
         record = RECORDS[plan.kernel]
-        slots = record.slots(batch * length, num_sequences, length if cu_seqlens is None else None)
+        slots = record.slots(batch * length, num_sequences, None if packed else length)
         self.kernels = None  # launches them; None: no token and no packed sequence, nothing to launch
         if slots == 0 or heads == 0:
             return
@@ -164,38 +169,66 @@ class Launch:
         self.carries = (2, heads, DIM, DIM) if segmented else None
         options = (
             *plan.options,
-            ("cu_dtype", None if cu_seqlens is None else CU_NAMES[cu_seqlens.dtype]),
-            ("final", None if final is None else STATE_NAMES[final]),
-            ("initial", None if initial_state is None else STATE_NAMES[initial_state.dtype]),
+            ("cu_dtype", CU_NAMES[call.cu_seqlens.dtype] if packed else None),
+            ("final", None if final is None else DTYPE_NAMES[final]),
+            ("initial", None if call.initial_state is None else DTYPE_NAMES[call.initial_state.dtype]),
             ("segmented", segmented),
         )
         spec = _specs.get((plan.kernel, device.index, options)) or _spec(plan.kernel, device, options)
         self.kernels = launcher(spec)
         self.workspace = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
-        self.settings = float(scale), float(lower_bound) * LOG2E, length, num_sequences, heads
+        self.gate = chosen.get("gate", "bounded")
+        gate_scale = float(call.lower_bound) * LOG2E if self.gate == "bounded" else 0.0
+        self.settings = float(call.scale), gate_scale, length, num_sequences, qk_heads, heads
         self.segments = [(begin, min(begin + segment, slots)) for begin in range(0, slots, segment)]
+        self.strided = STRIDED[plan.kernel]
+        self.seen = (), ()  # strides of the last call's q, k, v, g and beta, and what is told of them
 
     def __call__(self, *inputs):
-        """(out, final_state or None) of q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens."""
+        """(out, final_state or None), and states where they are asked for, of DEVICE_INPUTS and cu_seqlens_cpu."""
         # Sizes one by one: given as a torch.Size they cost torch more time than the rest of the allocation.
         out = torch.empty(*self.shape, dtype=torch.bfloat16, device=self.device)
         final_state = None
         if self.final_shape is not None:
             final_state = torch.empty(*self.final_shape, dtype=torch.float32, device=self.device)
-        self.into(out, final_state, *inputs)
-        return out, final_state
+        *inputs, cu_seqlens_cpu = inputs
+        if not self.states:
+            self.into(out, final_state, None, *inputs)
+            return out, final_state
+        batch, _, heads, _ = self.shape
+        rows = self.rows
+        if rows is None:
+            offsets = inputs[DEVICE_INPUTS.index("cu_seqlens")] if cu_seqlens_cpu is None else cu_seqlens_cpu
+            rows = self._count_chunks(offsets)
+        states = torch.empty(batch, rows, heads, DIM, DIM, dtype=torch.bfloat16, device=self.device)
+        self.into(out, final_state, states, *inputs)
+        return out, final_state, states
 
-    def into(self, out, final_state, *inputs):
+    def into(self, out, final_state, states, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias):
         """The same into given tensors, final_state of the dtype that was announced."""
         if self.kernels is None:
             if final_state is not None:
-                initial_state = inputs[7]
                 final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
             return
+        if self.gate == "given":
+            A_log = dt_bias = None
         device = self.device
         with _on(device):
-            addresses, copies = [], []
-            for x in inputs:
+            by_token = q, k, v, g, beta
+            strides = [x.stride() for x in by_token]
+            seen, readings = self.seen
+            if strides != seen:
+                readings = [reading(x, self.strided) for x in by_token]
+                self.seen = strides, readings  # at once: other threads launch this too
+            addresses, told, copies = [], [], []
+            for x, (as_it_is, as_a_copy, unaligned) in zip(by_token, readings):
+                address = x.data_ptr()
+                if as_it_is is None or address & unaligned:
+                    copies.append(x.clone(memory_format=torch.contiguous_format))
+                    address, as_it_is = copies[-1].data_ptr(), as_a_copy
+                addresses.append(address)
+                told += as_it_is
+            for x in (A_log, dt_bias, initial_state, cu_seqlens):
                 address = 0 if x is None else x.data_ptr()
                 if address % ALIGNMENT or not (x is None or x.is_contiguous()):
                     copies.append(x.clone(memory_format=torch.contiguous_format))
@@ -205,14 +238,54 @@ class Launch:
             addresses[-1:-1] = 0 if final_state is None else final_state.data_ptr(), out.data_ptr()
             workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device)
             addresses.append(workspace.data_ptr())
+            told.insert(0, 0 if states is None else states.data_ptr())
             carry_in = carry_out = 0
             if self.carries is not None:
                 carries = torch.empty(*self.carries, dtype=torch.float32, device=device)
                 carry_in, carry_out = carries[0].data_ptr(), carries[1].data_ptr()
             stream = _stream(device)
             for begin, end in self.segments:
-                self.kernels(*addresses, carry_in, carry_out, *self.settings, begin, end, stream)
+                self.kernels(*addresses, carry_in, carry_out, *told, *self.settings, begin, end, stream)
                 carry_in, carry_out = carry_out, carry_in
+
+    def _count_chunks(self, offsets):
+        """Chunks of all packed sequences, as the kernels count them; waits for the GPU where the offsets lie there."""
+        if offsets.is_cuda:
+            with _on(self.device):
+                if torch.cuda.is_current_stream_capturing():  # which a wait would end
+                    raise RuntimeError("cannot count chunks of cu_seqlens in a graph: give cu_seqlens_cpu, or use_graph=True")
+        tokens = self.shape[1]
+        inside = [max(min(offset, tokens), 0) for offset in offsets.tolist()]
+        return sum(-(-max(end - first, 0) // self.chunk_size) for first, end in zip(inside, inside[1:]))
+
+
+def reading(x, strided):
+    """How a kernel that takes strides, or one that does not, can read x [B, T, heads] or [B, T, heads, 128].
+
+    Returns (what it is told of x, what it is told of a contiguous copy, bits of the address that must be 0): (token stride,
+    head stride) in elements of x as [B * T, heads, ..], or nothing; None in the first place: it can only read a copy.
+    Rows of 128 are read 16 bytes at a time; single numbers, of beta, one by one where strides are taken.
+    """
+    batch, length, heads, *width = x.shape
+    of_batch, token, head, *inner = x.stride()
+    size = width[0] if width else 1
+    whole = heads * size, size
+    # The stride of a dimension of one element means nothing.
+    if heads == 1:
+        head = size
+    if batch * length == 1:
+        token = whole[0]
+    elif length == 1:
+        token = of_batch
+    one_stride = batch == 1 or length == 1 or of_batch == length * token
+    if not strided:
+        contiguous = one_stride and (token, head) == whole and inner in ([], [1])
+        return () if contiguous else None, (), ALIGNMENT - 1
+    if not width:
+        return (token, head) if one_stride else None, whole, 0
+    steps = [stride * x.element_size() for stride in (token, head)]  # 0 where x is expanded: the copy engine takes none
+    rows = one_stride and inner == [1] and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
+    return (token, head) if rows else None, whole, ALIGNMENT - 1
 
 
 _specs: dict[tuple, KernelSpec] = {}

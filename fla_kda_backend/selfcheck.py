@@ -1,6 +1,7 @@
-"""On GPUs that the kernels were never run on: the first call of a process first runs a small case here and on FLA.
+"""On GPUs that the kernels were never run on: the first call of a process with each kind of gate first runs a small case
+of that kind here and on FLA.
 
-The two must agree to TOLERANCE, or the process declines every call on that device. Nothing of the caller is touched:
+The two must agree to TOLERANCE, or the process declines every such call on that device. Nothing of the caller is touched:
 the inputs come from a generator of their own, and nothing is checked while a CUDA graph is being captured.
 """
 
@@ -22,16 +23,18 @@ LENGTHS = (33, 0, 64, 15)  # tails, a sequence without tokens, whole chunks
 HEADS = 2
 
 _lock = threading.Lock()
-_decisions: dict[torch.device, Decision] = {}
+_decisions: dict[tuple, Decision] = {}  # by device, kind of gate and mode
 
 
-def decision(device, facts, run, reference):
-    """The Decision on a call that the rules accept on such a device; the first one waits for the GPU.
+def decision(device, plan, facts, run, reference):
+    """The Decision on a call that the rules accept on such a device; the first one of its kind waits for the GPU.
 
     run(call, plan) is this package's implementation, reference FLA's own chunk_kda.
     """
-    if device in _decisions:
-        return _decisions[device]
+    gate, mode = kind(plan)
+    facts, key = facts._replace(mode=mode), (device, gate, mode)
+    if key in _decisions:
+        return _decisions[key]
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             return Decision(
@@ -40,15 +43,21 @@ def decision(device, facts, run, reference):
                 "cannot check an untested GPU while a CUDA graph is captured: call once before",
             )
         with _lock:
-            if device not in _decisions:
-                _decisions[device] = _decide(device, facts, run, reference)
-    return _decisions[device]
+            if key not in _decisions:
+                _decisions[key] = _decide(device, gate, facts, run, reference)
+    return _decisions[key]
 
 
-def _decide(device, facts, run, reference):
+def kind(plan):
+    """(kind of gate, mode) of the case that stands for a plan's calls: it runs on the plan's own kernels."""
+    options = dict(plan.options)
+    return options.get("gate", planning.FLASHKDA["gate"]), "exact" if options.get("arithmetic") == "exact" else "auto"
+
+
+def _decide(device, gate, facts, run, reference):
     name = f"compute capability {facts.capability[0]}.{facts.capability[1]}"
     try:
-        errors = compare(device, facts, run, reference)
+        errors = compare(device, gate, facts, run, reference)
     except Exception as error:
         message = f"the check on {name}, never run on before, failed: {type(error).__name__}: {error}"
         logger.warning("%s; %s is left to FLA", message, device)
@@ -62,50 +71,49 @@ def _decide(device, facts, run, reference):
     return ACCEPTED
 
 
-def compare(device, facts, run, reference):
-    """Relative differences (output, final state) between these kernels and FLA's on the fixed case."""
+def compare(device, gate, facts, run, reference):
+    """Relative differences (output, final state) between these kernels and FLA's on the fixed case of a gate."""
     with torch.inference_mode():
-        arguments = case(device)
+        arguments = case(device, gate=gate)
         call = parse((), arguments)
         ours = run(call, planning.plan(call, facts))
         theirs = reference(**arguments)
         return [difference(a, b) for a, b in zip(ours, theirs)]
 
 
-def case(device, lengths=LENGTHS, heads=HEADS):
-    """Keyword arguments of a chunk_kda call: ragged sequences, states, decay log-uniform over what real gates do."""
+def case(device, lengths=LENGTHS, heads=HEADS, gate="bounded"):
+    """Keyword arguments of a chunk_kda call: ragged sequences, states, decay log-uniform over what real gates do.
+
+    gate: "bounded", FlashKDA's call; "softplus", the same without a bound; "given", fp32 log decay that is computed already.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     tokens, dim = sum(lengths), 128
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    decay = -torch.exp(
-        torch.rand(1, tokens, heads, dim, generator=generator, dtype=torch.float32, device="cpu") * 8 - 7
-    )
+    decay = -torch.exp(torch.rand(1, tokens, heads, dim, generator=generator, dtype=torch.float32, device="cpu") * 8 - 7)
+    raw = {"bounded": torch.logit(decay / -5), "softplus": torch.log(torch.expm1(-decay)), "given": decay}[gate]
     offsets = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
     inputs = {
         "q": normal(1, tokens, heads, dim).bfloat16(),
         "k": normal(1, tokens, heads, dim).bfloat16(),
         "v": normal(1, tokens, heads, dim).bfloat16(),
-        "g": torch.logit(decay / -5).bfloat16(),
+        "g": raw if gate == "given" else raw.bfloat16(),
         "beta": normal(1, tokens, heads).bfloat16(),
         "initial_state": normal(len(lengths), heads, dim, dim),
         "cu_seqlens": offsets,
-        "A_log": torch.zeros(heads, dtype=torch.float32, device="cpu"),
-        "dt_bias": torch.zeros(heads * dim, dtype=torch.float32, device="cpu"),
     }
-    flags = (
-        "use_qk_l2norm_in_kernel",
-        "use_gate_in_kernel",
-        "use_beta_sigmoid_in_kernel",
-        "safe_gate",
-        "state_v_first",
-    )
+    if gate != "given":
+        inputs["A_log"] = torch.zeros(heads, dtype=torch.float32, device="cpu")
+        inputs["dt_bias"] = torch.zeros(heads * dim, dtype=torch.float32, device="cpu")
+    flags = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first", "output_final_state")
     return {
         **{name: value.to(device) for name, value in inputs.items()},
-        **dict.fromkeys((*flags, "output_final_state"), True),
-        "lower_bound": -5.0,
+        **dict.fromkeys(flags, True),
+        "use_gate_in_kernel": gate != "given",
+        "safe_gate": gate == "bounded",
+        "lower_bound": -5.0 if gate == "bounded" else None,
     }
 
 

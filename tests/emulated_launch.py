@@ -1,6 +1,6 @@
-"""The kernels' launch contract on a CPU: what a compiled variant does with its 22 arguments, done by reference.exact.
+"""The kernels' launch contract on a CPU: what a compiled variant does with its arguments, done by the references.
 
-Lets op run without a GPU down to the launch: addresses, segments of the time axis, carried states.
+Lets op run without a GPU down to the launch: addresses, strides, options, segments of the time axis, carried states.
 """
 
 import contextlib
@@ -10,87 +10,150 @@ import types
 import torch
 from kda_inputs import ROBUST
 
-from fla_kda_backend import op
+from fla_kda_backend import op, planning
 from fla_kda_backend.compiling import ARCHS
 from fla_kda_backend.kernels.shared import record16, record64
-from fla_kda_backend.reference import exact
+from fla_kda_backend.reference import exact, gold
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
 CHUNKS = {"column_split": record16.CHUNK, "wy64": record64.CHUNK}  # tokens of a slot
-LOG2_E = exact.LOG2_E
+OWN = {"cu_dtype", "initial", "final", "segmented"}  # options that op adds to a plan's
+PLANS = {"column_split": {"arithmetic", "bv", "warps", "stages", "state_chunk"}, "wy64": {"max_ctas", "replay"}}
+ADDRESSES = ("q", "k", "v", "g", "beta", "a_log", "dt_bias", "initial_state", "final_state", "out", "cu_seqlens", "workspace",
+             "carry_in", "carry_out", "states")  # fmt: skip
+STRIDES = tuple(f"{name}_{of}" for name in ("q", "k", "v", "g", "beta") for of in ("token", "head"))
+NUMBERS = ("scale", "gate_scale", "seq_len", "num_seqs", "qk_heads", "heads", "slot_begin", "slot_end", "stream")
+ARGUMENTS = {"column_split": (*ADDRESSES, *NUMBERS), "wy64": (*ADDRESSES, *STRIDES, *NUMBERS)}
 
 
-def at(address, shape, dtype):
-    """The memory at an address as a tensor that shares it."""
-    count = torch.Size(shape).numel()
-    if count == 0:
+def named(spec, arguments):
+    """A launch's arguments by name."""
+    names = ARGUMENTS[spec.family]
+    assert len(arguments) == len(names) and all(type(x) is int for x in arguments[: names.index("scale")])
+    return types.SimpleNamespace(**dict(zip(names, arguments)))
+
+
+def at(address, shape, dtype, strides=None, aligned=16):
+    """The memory at an address as a tensor that shares it; strides in elements, contiguous where not given."""
+    if torch.Size(shape).numel() == 0:
         return torch.empty(shape, dtype=dtype)
-    assert address % 16 == 0, "the kernels load 16 bytes at a time"
+    assert address != 0 and address % aligned == 0, "the kernels load 16 bytes at a time"
+    if strides is None:
+        strides = torch.empty(shape, device="meta").stride()
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
-def launch(spec, q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, out, cu_seqlens, workspace, carry_in,
-           carry_out, scale, gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
+def maybe(address, shape, kind):
+    """The same, where a kind of tensor is announced; both or neither must be."""
+    empty = torch.Size(shape).numel() == 0
+    assert empty or (address == 0) == (kind is None)
+    return None if kind is None else at(address, shape, DTYPES[kind])
+
+
+def launch(spec, *arguments):
     """The part of a call that lies in the workspace slots [slot_begin, slot_end).
 
-    The 64-token kernels are played by the column split's robust arithmetic: it knows no chunk longer than 16 tokens, and
-    what is launched for which slots, with which addresses, does not depend on it.
+    FlashKDA's call is played by the bits of exact.forward, which the column split has on a GPU; the 64-token kernels by its
+    robust arithmetic, since it knows no chunk longer than 16 tokens, and what is launched for which slots, with which
+    addresses, does not depend on it. Every other call is played by the recurrence in double precision.
     """
-    options = dict(spec.options)
+    options, a = dict(spec.options), named(spec, arguments)
     chunk = CHUNKS[spec.family]
-    kinds = {name: options[name] for name in ("initial", "final")}
-    settings = {} if options.get("arithmetic") == "exact" else ROBUST
-    if options["segmented"]:
-        assert not (options.get("replay") or options.get("overlap")), "all records must lie in the same launch"
-    if options.get("overlap"):
-        assert cu_seqlens == 0 or num_seqs == 1, "prepare must know every chunk's place in time"
-    assert (cu_seqlens == 0) == (options["cu_dtype"] is None)
-    assert (initial_state == 0) == (kinds["initial"] is None) and (final_state == 0) == (kinds["final"] is None)
-    assert (carry_in == 0) == (carry_out == 0) == (not options["segmented"])
-    assert workspace != 0 and 0 <= slot_begin < slot_end and num_seqs * heads > 0
+    given = options.keys() - OWN - PLANS[spec.family]
+    variant = {**planning.FLASHKDA, **{name: options[name] for name in given}}
+    assert given <= planning.FLASHKDA.keys() and all(options[name] != planning.FLASHKDA[name] for name in given)
+    assert options.keys() >= OWN
+    assert not (options.get("replay") and (options["segmented"] or variant["states"])), "no replay in segments, or of states"
+    assert not (options.get("overlap") and options["segmented"]), "all records must lie in the same launch"
+    assert not options.get("overlap") or a.cu_seqlens == 0 or a.num_seqs == 1, "prepare must know every chunk's place in time"
+    assert options.get("arithmetic") != "exact" or (not given and a.qk_heads == a.heads), "FlashKDA's own call alone"
+    assert variant["gate"] != "given" or variant["a_log"] is variant["dt_bias"] is None
+    assert variant["a_log"] is not None or variant["gate"] != "softplus"
+    assert (a.cu_seqlens == 0) == (options["cu_dtype"] is None)
+    assert (a.carry_in == 0) == (a.carry_out == 0) == (not options["segmented"])
+    assert a.workspace != 0 and 0 <= a.slot_begin < a.slot_end and a.num_seqs * a.heads > 0 and a.heads % a.qk_heads == 0
+    assert variant["gate"] == "bounded" or a.gate_scale == 0
 
-    if cu_seqlens:
-        ends = at(cu_seqlens, (num_seqs + 1,), DTYPES[options["cu_dtype"]]).tolist()
+    seq_len, num_seqs, heads = a.seq_len, a.num_seqs, a.heads
+    if a.cu_seqlens:
+        ends = at(a.cu_seqlens, (num_seqs + 1,), DTYPES[options["cu_dtype"]]).tolist()
         bounds = list(zip(ends, ends[1:]))
         bases = [first // chunk + s for s, (first, _) in enumerate(bounds)]
         assert 0 <= min(ends) and max(ends) <= seq_len and ends == sorted(ends)
     else:
         bounds = [(s * seq_len, (s + 1) * seq_len) for s in range(num_seqs)]
         bases = [s * -(-seq_len // chunk) for s in range(num_seqs)]
-    tokens = seq_len if cu_seqlens else seq_len * num_seqs
-    wide = (1, tokens, heads, 128)
-    q, k, v, g, out = (at(address, wide, torch.bfloat16) for address in (q, k, v, g, out))
-    beta = at(beta, wide[:3], torch.bfloat16)
-    A_log, dt_bias = at(A_log, (heads,), torch.float32), at(dt_bias, (heads, 128), torch.float32)
-    states = (num_seqs, heads, 128, 128)
-    initial = at(initial_state, states, DTYPES[kinds["initial"]]) if initial_state else None
-    final = at(final_state, states, DTYPES[kinds["final"]]) if final_state else None
-    carry_in, carry_out = (at(x, states[1:], torch.float32) if x else None for x in (carry_in, carry_out))
+    tokens = seq_len if a.cu_seqlens else seq_len * num_seqs
+    inputs = {}
+    for name in ("q", "k", "v", "g", "beta"):
+        width = () if name == "beta" else (128,)
+        count = a.qk_heads if name in ("q", "k") else heads
+        kind = {"g": variant["gate_dtype"], "beta": variant["beta_dtype"]}.get(name, "bf16")
+        dtype, strides, aligned = DTYPES[kind], None, 16
+        if spec.family == "wy64":
+            strides = (getattr(a, f"{name}_token"), getattr(a, f"{name}_head"), *(1 for _ in width))
+            aligned = 16 if width else dtype.itemsize
+            assert not width or all(stride * dtype.itemsize % 16 == 0 for stride in strides[:2])
+        inputs[name] = at(getattr(a, name), (tokens, count, *width), dtype, strides, aligned)[None]
+    inputs["A_log"] = maybe(a.a_log, (heads,), variant["a_log"])
+    inputs["dt_bias"] = maybe(a.dt_bias, (heads, 128), variant["dt_bias"])
+    out = at(a.out, (1, tokens, heads, 128), torch.bfloat16)
+    shape = (num_seqs, heads, 128, 128)
+    initial, final = (maybe(getattr(a, f"{name}_state"), shape, options[name]) for name in ("initial", "final"))
+    carry_in, carry_out = (at(x, shape[1:], torch.float32) if x else None for x in (a.carry_in, a.carry_out))
+    every = options.get("state_chunk", 64)
+    before = [sum(-(-(end - first) // every) for first, end in bounds[:s]) for s in range(num_seqs + 1)]
+    states = maybe(a.states, (before[-1], *shape[1:]), "bf16" if variant["states"] else None)
+    inexact = options.get("arithmetic") != "exact"
 
-    for row in range(chunk * slot_begin, min(chunk * slot_end, tokens)):
+    for row in range(chunk * a.slot_begin, min(chunk * a.slot_end, tokens)):
         if row < bounds[0][0] or row >= bounds[-1][1]:
             out[:, row] = 0
     for s, ((first, end), base) in enumerate(zip(bounds, bases)):
         last = base - (first - end) // chunk
-        if base >= slot_end or (base < slot_begin and last <= slot_begin):
+        if base >= a.slot_end or (base < a.slot_begin and last <= a.slot_begin):
             continue
-        if base < slot_begin:
+        if base < a.slot_begin:
             state = carry_in
         else:
-            state = torch.zeros(states[1:]) if initial is None else initial[s].float()
-        state = state.to(settings.get("state_dtype", torch.bfloat16)).float()[None]
-        low, high = max(base, slot_begin), min(last, slot_end)
-        here = slice(first + chunk * (low - base), min(first + chunk * (high - base), end))
+            state = torch.zeros(shape[1:]) if initial is None else initial[s].float()
+        state = (state if inexact else state.to(torch.bfloat16).float())[None]
+        low, high = max(base, a.slot_begin), min(last, a.slot_end)
+        start = chunk * (low - base)
+        here = slice(first + start, min(first + chunk * (high - base), end))
         if high > low:
-            out[:, here], state = exact.forward(
-                *(x[:, here] for x in (q, k, v, g, beta)), scale, A_log, dt_bias, round(gate_scale / LOG2_E, 12), state,
-                **settings,
-            )  # fmt: skip
-        if last > slot_end:
+            part = {name: x[:, here] if name in ("q", "k", "v", "g", "beta") else x for name, x in inputs.items()}
+            part |= {"scale": a.scale, "initial_state": state}
+            bound = round(a.gate_scale / exact.LOG2_E, 12) if variant["gate"] == "bounded" else None
+            if not given and a.qk_heads == heads:
+                out[:, here], state = exact.forward(**part, lower_bound=bound, **(ROBUST if inexact else {}))
+            else:
+                out[:, here], state, chunks = precisely(part, variant, bound, chunk)
+                for number, x in enumerate(chunks):
+                    if states is not None and (start + chunk * number) % every == 0:
+                        states[before[s] + (start + chunk * number) // every] = x
+        if last > a.slot_end:
             carry_out.copy_(state[0])
         elif final is not None:
             final[s] = state[0]
+
+
+def precisely(part, variant, lower_bound, chunk):
+    """out, final state and the states before each chunk, in double precision."""
+    out, state, (chunks,) = gold.forward(
+        **part,
+        lower_bound=lower_bound,
+        use_gate_in_kernel=variant["gate"] != "given",
+        use_beta_sigmoid_in_kernel=variant["beta"] != "given",
+        allow_neg_eigval=variant["beta"] == "twice",
+        use_qk_l2norm_in_kernel=variant["l2norm"],
+        state_v_first=variant["state_v_first"],
+        return_intermediate_states=True,
+        chunk_size=chunk,
+    )
+    return out, state, chunks
 
 
 def without_gpu(monkeypatch, sm_count=132):

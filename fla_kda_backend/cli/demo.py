@@ -1,25 +1,31 @@
 """`fla-kda demo`: chunk_kda through FLA on these kernels and without them, both checked against double precision.
 
+With --model: the prefill of a whole model of FLA, on these kernels and without them, its logits compared.
 Without a GPU that the kernels run on: compile them all the same, check the reference, show what the rules decide.
 """
 
-import os
 import statistics
 import time
 import warnings
 
+from . import _models
 from ._table import decisions, table
 
 TOKENS, HEADS = 8192, 32  # a Kimi Linear layer's heads, one sequence
 CHECKED_HEADS = (0, HEADS - 1)  # double precision takes seconds a head
 ROUNDS = 20
+MODEL_ROUNDS = 10
 # Relative error on such inputs is about 6e-3 with a bf16 state; an error in the arithmetic shows as 0.1 and more.
 LIMIT = 1.5e-2
+# Between the logits of a model in bf16 on two right implementations, about 1e-2; a wrong one gives nearly 1.
+MODEL_LIMIT = 6e-2
 IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
 
 
 def add_parser(subparsers):
-    parser = subparsers.add_parser("demo", help="run, check and time one call with and without this backend")
+    parser = subparsers.add_parser("demo", help="run, check and time a call, or a model, with and without this backend")
+    models = "; ".join(f"{name}: {what}" for name, what in _models.MODELS.items())
+    parser.add_argument("--model", choices=_models.MODELS, help=f"prefill a whole model of random weights. {models}")
     parser.set_defaults(run=run)
 
 
@@ -33,11 +39,19 @@ def run(args):
     usable = [device for device in devices if facts.device_facts(device)[0] in known]
     checks = Checks()
     check_registration(checks)
+    if not usable:
+        instead = "showing what the rules decide" if args.model else "compiling and checking without one"
+        print(f"No GPU here that the kernels run on (compute capability 9.0): {instead}.\n")
     with torch.no_grad():
-        if usable:
+        if args.model:
+            with _models.attention():
+                if usable:
+                    model_on_gpu(usable[0], args.model, checks)
+                else:
+                    show_layers(args.model, checks)
+        elif usable:
             on_gpu(usable[0], checks)
         else:
-            print("No GPU here that the kernels run on (compute capability 9.0): compiling and checking without one.\n")
             compile_kernels(checks)
             check_reference(checks)
             show_rules(checks)
@@ -92,32 +106,24 @@ def on_gpu(device, checks):
     del call["cu_seqlens"]
 
     def chunk(on):
-        os.environ[config.ENABLED.name] = "1" if on else "0"
-        return chunk_kda(**call)
+        with _models.switched(on):
+            return chunk_kda(**call)
 
-    before = os.environ.get(config.ENABLED.name)
-    try:
-        with dispatch_log.capture() as seen:
-            ours = chunk(True)
-        ran = [record.outcome for record in seen] == [dispatch_log.ACCEPTED]
-        checks(ran, "with the backend on, the call ran on its kernels")
-        with dispatch_log.capture() as seen:
-            theirs = chunk(False)
-        checks(not seen, f"with {config.ENABLED.name}=0, FLA did not ask it")
-        exact = gold.forward(**few_heads(call))
-        heads = list(CHECKED_HEADS)
-        for name, (out, final_state) in (("kda_cute", ours), ("without", theirs)):
-            checks.close(f"{name}, output", out[:, :, heads], exact[0])
-            checks.close(f"{name}, final state", final_state[:, heads], exact[1])
-        if ran and checks.failed == 0:
-            print_times(*interleaved_times(chunk, device))
-    finally:
-        if before is None:
-            del os.environ[config.ENABLED.name]
-        else:
-            os.environ[config.ENABLED.name] = before
-    print("\ndispatch log:")
-    print("\n".join(decisions(dispatch_log.summary())), end="\n\n")
+    with dispatch_log.capture() as seen:
+        ours = chunk(True)
+    ran = [record.outcome for record in seen] == [dispatch_log.ACCEPTED]
+    checks(ran, "with the backend on, the call ran on its kernels")
+    with dispatch_log.capture() as seen:
+        theirs = chunk(False)
+    checks(not seen, f"with {config.ENABLED.name}=0, FLA did not ask it")
+    exact = gold.forward(**few_heads(call))
+    heads = list(CHECKED_HEADS)
+    for name, (out, final_state) in (("kda_cute", ours), ("without", theirs)):
+        checks.close(f"{name}, output", out[:, :, heads], exact[0])
+        checks.close(f"{name}, final state", final_state[:, heads], exact[1])
+    if ran and checks.failed == 0:
+        print_times("eager call", *interleaved_times(chunk, device, ROUNDS))
+    print_log(dispatch_log)
 
 
 def few_heads(call):
@@ -130,18 +136,51 @@ def few_heads(call):
     return {**call, **few}
 
 
-def interleaved_times(chunk, device):
-    """Median microseconds of eager calls (with, without), alternating, after three of each."""
+def model_on_gpu(device, name, checks):
+    """Prefill of a whole model, on these kernels and without them."""
+    import torch
+
+    from .. import config, dispatch_log
+
+    model = _models.build(_models.config(name), device)
+    shape = model.config
+    heads = f"{shape.num_heads} heads" + (f", {shape.num_v_heads} of v" if shape.num_v_heads else "")
+    print(f"{torch.cuda.get_device_name(device)}: prefill of {TOKENS} tokens, mode {config.MODE.get()}")
+    print(f"{name}: {_models.MODELS[name]}; {shape.num_hidden_layers} layers, {heads}, hidden size {shape.hidden_size}\n")
+    ids = _models.random_tokens(shape, device, tokens=TOKENS)
+
+    def prefill(on, logits_to_keep=1):  # one, as before generating
+        with _models.switched(on):
+            return model(ids, use_cache=True, logits_to_keep=logits_to_keep).logits
+
+    with dispatch_log.capture() as seen:
+        ours = prefill(True, logits_to_keep=0)
+    layers = len(_models.kda_layers(model))
+    ran = [record.outcome for record in seen] == [dispatch_log.ACCEPTED] * layers
+    checks(ran, f"with the backend on, each of the {layers} KDA layers ran on its kernels")
+    with dispatch_log.capture() as seen:
+        theirs = prefill(False, logits_to_keep=0)
+    checks(not seen, f"with {config.ENABLED.name}=0, FLA did not ask it")
+    error = relative_error(ours, theirs)
+    checks(error <= MODEL_LIMIT, f"logits: relative difference {error:.1e} between the two, limit {MODEL_LIMIT:.1e}")
+    del ours, theirs
+    if ran and checks.failed == 0:
+        print_times("prefill of the model", *interleaved_times(prefill, device, MODEL_ROUNDS))
+    print_log(dispatch_log)
+
+
+def interleaved_times(run, device, rounds):
+    """Median microseconds of eager run(True), run(False), alternating, after three of each."""
     import torch
 
     times = {True: [], False: []}
     with torch.cuda.device(device):
-        for round_number in range(-3, ROUNDS):
+        for round_number in range(-3, rounds):
             for on, measured in times.items():
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 torch.cuda.synchronize()
                 start.record()
-                chunk(on)
+                run(on)
                 end.record()
                 torch.cuda.synchronize()
                 if round_number >= 0:
@@ -149,9 +188,14 @@ def interleaved_times(chunk, device):
     return statistics.median(times[True]), statistics.median(times[False])
 
 
-def print_times(ours, theirs):
+def print_times(what, ours, theirs):
     rows = [("kda_cute", f"{ours:.0f}", ""), ("without", f"{theirs:.0f}", f"{theirs / ours:.2f}x as long")]
-    print("\n" + "\n".join(table(("eager call", "median us", ""), rows)))
+    print("\n" + "\n".join(table((what, "median us", ""), rows)))
+
+
+def print_log(dispatch_log):
+    print("\ndispatch log:")
+    print("\n".join(decisions(dispatch_log.summary())), end="\n\n")
 
 
 def compile_kernels(checks):
@@ -184,49 +228,57 @@ def check_reference(checks):
 def show_rules(checks):
     import torch
 
-    from .. import eligibility, planning
-    from ..facts import Facts
+    from .. import eligibility
 
-    h200 = Facts(capability=(9, 0), sm_count=132, grad_enabled=False, inference_mode=False, mode="auto", untested=True)
-    a100 = h200._replace(capability=(8, 0), sm_count=108)
+    known = h200()
+    a100 = known._replace(capability=(8, 0), sm_count=108)
+    queries = (1, TOKENS, HEADS, 128)
     cases = (
-        ("prefill", h200, {}, "accepted"),
-        ("8 packed sequences", h200, {"cu_seqlens": meta(9, dtype=torch.int32)}, "accepted"),
-        ("training", h200._replace(grad_enabled=True), {"q": meta(1, TOKENS, HEADS, 128).requires_grad_()}, "no_grad"),
-        ("unbounded gate", h200, {"safe_gate": False, "lower_bound": None}, "lower_bound"),
-        ("fp32 gate", h200, {"g": meta(1, TOKENS, HEADS, 128, dtype=torch.float32)}, "input_dtype"),
-        ("K-first state", h200, {"state_v_first": False}, "state_v_first"),
-        ("bound FLA refuses", h200, {"lower_bound": -6.0}, eligibility.FLA_REFUSES),
+        ("prefill", known, {}, "accepted"),
+        ("8 packed sequences", known, {"cu_seqlens": meta(9, dtype=torch.int32)}, "accepted"),
+        ("unbounded gate", known, {"safe_gate": False, "lower_bound": None}, "accepted"),
+        ("fp32 gate", known, {"g": meta(*queries, dtype=torch.float32)}, "accepted"),
+        ("K-first state", known, {"state_v_first": False}, "accepted"),
+        ("training", known._replace(grad_enabled=True), {"q": meta(*queries).requires_grad_()}, "no_grad"),
+        ("fp32 queries", known, {"q": meta(*queries, dtype=torch.float32)}, "input_dtype"),
+        ("bound FLA refuses", known, {"lower_bound": -6.0}, eligibility.FLA_REFUSES),
         ("on an A100", a100, {}, "capability"),
     )
+    prefill = _models.layer_calls(_models.config("kda-safe", layers=1, heads=HEADS), TOKENS)[0]
     print("What the rules decide, on an H200 where nothing else is said:")
     rows = []
-    for name, known, changes, expected in cases:
-        call = eligibility.parse((), {**kimi_call(), **changes})
-        accepted, code, message = eligibility.check(call, known)
-        if accepted:
-            plan = planning.plan(call, known)
-            message = " ".join([plan.kernel, *(f"{key}={value}" for key, value in plan.params.items())])
-        rows.append((name, "accepted" if accepted else "declined", code, message))
-        if code != expected:
-            checks(False, f"{name}: expected {expected}, got {code}")
+    for name, facts, changes, expected in cases:
+        rows.append((name, *decided({**prefill, **changes}, facts)))
+        if rows[-1][2] != expected:
+            checks(False, f"{name}: expected {expected}, got {rows[-1][2]}")
     print("\n".join(table(("call", "decision", "code", "kernel, or why not"), rows)), end="\n\n")
 
 
-def kimi_call():
-    """Keyword arguments of a prefill as FLA's KDA layer passes them, without memory behind them."""
-    import torch
+def show_layers(name, checks):
+    """What the rules decide for each layer's own call, in a prefill on an H200."""
+    calls = _models.layer_calls(_models.config(name), TOKENS)
+    print(f"{name}: {_models.MODELS[name]}; its layers' calls in a prefill of {TOKENS} tokens, on an H200:")
+    rows = [(layer, *decided(call, h200())) for layer, call in calls.items()]
+    print("\n".join(table(("layer", "decision", "code", "kernel, or why not"), rows)), end="\n\n")
+    checks(all(row[1] == "accepted" for row in rows), f"each of the {len(rows)} KDA layers' calls is accepted")
 
-    wide = {name: meta(1, TOKENS, HEADS, 128) for name in "qkvg"}
-    flags = dict.fromkeys((*IN_KERNEL, "safe_gate", "state_v_first", "output_final_state"), True)
-    return {
-        **wide,
-        **flags,
-        "beta": meta(1, TOKENS, HEADS),
-        "A_log": meta(HEADS, dtype=torch.float32),
-        "dt_bias": meta(HEADS * 128, dtype=torch.float32),
-        "lower_bound": -5.0,
-    }
+
+def decided(arguments, facts):
+    """(decision, code, kernel or why not) on a call of chunk_kda."""
+    from .. import eligibility, planning
+
+    call = eligibility.parse((), arguments)
+    accepted, code, message = eligibility.check(call, facts)
+    if not accepted:
+        return "declined", code, message
+    plan = planning.plan(call, facts)
+    return "accepted", code, " ".join([plan.kernel, *(f"{key}={value}" for key, value in plan.params.items())])
+
+
+def h200():
+    from ..facts import Facts
+
+    return Facts(capability=(9, 0), sm_count=132, grad_enabled=False, inference_mode=False, mode="auto", untested=True)
 
 
 def meta(*shape, dtype=None):

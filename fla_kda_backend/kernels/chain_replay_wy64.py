@@ -32,7 +32,8 @@ SPINE = -1  # its segment number
 
 
 class ChainReplayWY64(ChainWY64):
-    """ChainWY64 with spine and replay, for launches that cover all slots; the same arguments, without `segmented`.
+    """ChainWY64 with spine and replay, for launches that cover all slots; the same arguments, without `segmented`,
+    `states`.
 
     The grid has max_ctas CTAs, at least two for each task. Meant for few tasks: each (sequence, head, half) is one.
     """
@@ -40,7 +41,9 @@ class ChainReplayWY64(ChainWY64):
     resumes = True
     link_time = 50  # of the spine
 
-    def __init__(self, **options):
+    def __init__(self, states=False, **options):
+        if states:
+            raise ValueError("states=True needs a chain that computes every state: the spine's are not all kept")
         super().__init__(segmented=False, **options)
 
     def grid(self, tasks):

@@ -48,20 +48,23 @@ from fla_kda_backend.kernels.shared.chain_fragments import (
     Ring,
     Shared,
 )
+from fla_kda_backend.kernels.shared.chain_states import ChainStates
 from fla_kda_backend.kernels.shared.chain_transfers import ChainTransfers
 from fla_kda_backend.kernels.shared.record64 import CHUNK, DECAY_BYTES, HALF, STATE_BYTES, U_BYTES, W_BYTES
+from fla_kda_backend.kernels.shared.states import STATES, image_bytes
 from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Problem, TaskList
 
 SMEM_LIMIT = 232448
 O_BYTES = CHUNK * HALF * 2  # output of a chunk and half
 
 
-class ChainWY64(ChainFragments, ChainTransfers, TaskList):
+class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     """State recurrence and outputs from the 64-token records; see the module's docstring.
 
-    cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". segmented: a
-    launch may cover only some of the call's slots. state_v_first: states are [N, H, V, K], else [N, H, K, V]. max_ctas:
-    CTAs to spread the tasks over (the number of SMs). overlap: see wy64.py.
+    cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". states: write the
+    state before each chunk (chain_states.py). segmented: a launch may cover only some of the call's slots. state_v_first:
+    states are [.., H, V, K], else [.., H, K, V]. max_ctas: CTAs to spread the tasks over (the number of SMs). overlap: see
+    wy64.py.
     """
 
     CHAIN_WARPS = 4
@@ -70,12 +73,12 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
     THREADS = 256  # 255 registers a thread; between 288 and 384 threads ptxas would cap them at 168
     HEADER_BYTES = 1024
 
-    def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, state_v_first=True, max_ctas=132,
-                 stages=(4, 3), overlap=False):  # fmt: skip
-        if cu_dtype not in sequences.CU_DTYPES or initial not in states.STATES or final not in states.STATES:
+    def __init__(self, cu_dtype=None, initial=None, final="fp32", states=False, segmented=False, state_v_first=True,
+                 max_ctas=132, stages=(4, 3), overlap=False):  # fmt: skip
+        if cu_dtype not in sequences.CU_DTYPES or initial not in STATES or final not in STATES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
-        self.state_v_first, self.max_ctas, self.overlap = state_v_first, max_ctas, overlap
+        self.states, self.state_v_first, self.max_ctas, self.overlap = states, state_v_first, max_ctas, overlap
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
         self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages
@@ -83,7 +86,7 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
             raise ValueError(f"needs at least 3 and 2 stages, got {stages}: a stage is freed after the next has arrived")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"stages {stages} need {self.smem_bytes} bytes of shared memory, limit {SMEM_LIMIT}")
-        assert states.image_bytes(initial, state_v_first) <= QK_BYTES + A_COLUMN  # and does not reach the zeros of A
+        assert image_bytes(initial, state_v_first) <= QK_BYTES + A_COLUMN  # and does not reach the zeros of A
 
     @property
     def smem_bytes(self):
@@ -91,11 +94,11 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
         return self.HEADER_BYTES + chain + self.output_stages * QKA_BYTES + O_BYTES
 
     @cute.jit
-    def __call__(self, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs, heads,
-                 slot_begin, slot_end, stream):  # fmt: skip
+    def __call__(self, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len,
+                 num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
         """Launch all sequences and heads; addresses are Int64, counts Int32."""
         self.kernel(
-            initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs, heads,
+            initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len, num_seqs, heads,
             slot_begin, slot_end,
         ).launch(
             grid=[self.grid(num_seqs * heads * 2), 1, 1],
@@ -115,6 +118,7 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
         workspace: Int64,  # see record64.py
         carry_in: Int64,  # [heads, 2] states of the sequence that began before slot_begin
         carry_out: Int64,  # the same, of the one that goes on past slot_end; not the same memory as carry_in
+        chunk_states: Int64,  # [chunks, heads] bf16 states, see chain_states.py
         seq_len: Int32,
         num_seqs: Int32,
         heads: Int32,
@@ -141,7 +145,7 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
             self.announce(thread, p, sm)
             self.write_o(thread, p, sm)
         elif warp < self.CHAIN_WARPS:
-            self.chain(tid, warp, p, sm)
+            self.chain(tid, warp, p, sm, chunk_states)
 
     # ---- what the replay does differently (chain_replay_wy64.py)
 
@@ -192,20 +196,13 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
                 cute.arch.mbarrier_init(ring.empty, readers)
         cute.arch.mbarrier_init_fence()
 
-    @cute.jit
-    def before(self, out_stage):
-        """The output stage before this one."""
-        last = out_stage - 1
-        if out_stage == 0:
-            last = Int32(self.output_stages - 1)
-        return last
-
     # ---- chain warps
 
     @cute.jit
-    def chain(self, tid, warp, p, sm):
+    def chain(self, tid, warp, p, sm, chunk_states):
         """`at`: stage and parity of both rings and the parity of O."""
         t = self.operands(tid, warp, sm)
+        t.states, counted = chunk_states, (Int32(0), Int32(0))
         t.acc_o.fill(0.0)
         at = (Int32(0), Int32(0), Int32(0), Int32(0), Int32(1))
         entries = self.entries(p, self.task(p, Int32(0)))
@@ -213,16 +210,20 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
             item = self.item(p, self.task(p, turn), entries)
             entries = self.entries(p, self.task(p, turn + 1))  # in flight during this task
             if item.links > 0:
+                counted = self.count(p, item, counted)
+                row, step = self.state_row(p, item, t, counted), self.state_step(p)
                 if const_expr(self.zero_start):
+                    self.store_zeros(row)
                     at = self.first_link(t, sm, at)
                     if item.links > 1:
-                        self.begin(t, sm, at[0], at[1])
-                    at = self.links(t, sm, Int32(1), item.links, at)
+                        row += step
+                        self.begin(t, sm, at[0], at[1], row)
+                    at = self.links(t, sm, Int32(1), item.links, at, row, step)
                 else:
                     at = self.start(t, p, sm, item, at)
-                    self.begin(t, sm, at[0], at[1])
+                    self.begin(t, sm, at[0], at[1], row)
                     at = self.plain_links(t, p, sm, item, at)
-                    at = self.links(t, sm, Int32(0), item.links, at)
+                    at = self.links(t, sm, Int32(0), item.links, at, row, step)
                 at = self.finish(t, sm, at)
                 if item.ends:
                     self.store_state(p, item, t)
@@ -291,7 +292,7 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
         return stage, phase, out_stage, out_phase, o_phase
 
     @cute.jit
-    def begin(self, t, sm, stage, phase):
+    def begin(self, t, sm, stage, phase, row):
         """What `links` expects of the first chunk and the state."""
         cute.arch.mbarrier_wait(sm.chain.full + stage, phase)
         for k in cutlass.range_constexpr(4):
@@ -300,12 +301,13 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
             self.load_decay(t, stage, k)
         self.start_v(t)
         self.round_state(t, 0, 8)
+        self.store_rounded(t, row, 0, 8)
 
     @cute.jit
-    def links(self, t, sm, first, links, at):
+    def links(self, t, sm, first, links, at, row, step):
         """The links of an item with outputs, from number `first` on. On entry S is rounded, acc_v holds U, `decay` that
         of the chunk and acc_o, unless first = 0, the O before; at the end acc_o holds the last O, and the last output
-        stage is still to be freed."""
+        stage is still to be freed. row, step: address of the stored state, and how far on the next one's is."""
         stage, phase, out_stage, out_phase, o_phase = at
         following, following_phase = self.advance(stage, phase, self.chain_stages)
         ready = (
@@ -315,11 +317,12 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
         )
         position = (*at, self.before(out_stage))
         for c in cutlass.range(first, links, unroll=1):
-            position, ready = self.link(t, sm, c, links, position, ready)
+            row += step
+            position, ready = self.link(t, sm, c, links, position, ready, row)
         return position[:5]
 
     @cute.jit
-    def link(self, t, sm, c, links, at, ready):
+    def link(self, t, sm, c, links, at, ready, row):
         """Link `c`. ptxas tracks no accumulator in flight across the loop's edge (it would serialise every product), so
         that the body ends by waiting for its O."""
         stage, phase, out_stage, out_phase, o_phase, previous_out = at
@@ -373,11 +376,13 @@ class ChainWY64(ChainFragments, ChainTransfers, TaskList):
         after, after_phase = self.advance(stage, phase, self.chain_stages)
         warpgroup.wait_group(2)  # S, keys 0 to 63
         self.round_state(t, 0, 4)
+        self.store_between(t, c, links, row, 0, 4)
         chain_ready = cute.arch.mbarrier_test_wait(sm.chain.full + after, after_phase)
         output_ready = cute.arch.mbarrier_test_wait(sm.output.full + out_stage, out_phase)
         o_ready = cute.arch.mbarrier_test_wait(sm.store.empty, o_phase)
         warpgroup.wait_group(0)  # S, keys 64 to 127
         self.round_state(t, 4, 8)
+        self.store_between(t, c, links, row, 4, 8)
         return (stage, phase, out_stage, out_phase, o_phase, previous_out), (chain_ready, output_ready, o_ready)
 
     @cute.jit

@@ -13,16 +13,20 @@ One CTA of 128 threads per (slot, head); CTAs are independent. With q, k, g the 
     inverse = bf16((I + L)^-1)
 
 Two settings of the arithmetic. "exact" is FlashKDA's, to the bit: L and sigmoid(beta) are rounded to fp16 and the inverse is
-(I - L)(I + L^2)(I + L^4)(I + L^8), formed in fp16 on the tensor cores, whose powers grow and cancel when keys repeat.
-"robust" keeps L in fp32 and substitutes forward, one lane a column; and it rounds k_end once, bf16(k^ * 2^(c_15 - c)),
-instead of three times. Nothing else differs.
+(I - L)(I + L^2)(I + L^4)(I + L^8), formed in fp16 on the tensor cores, whose powers grow and cancel when keys repeat. Its
+sigmoid(x) is fma(tanh.approx(x/2), 1/2, 1/2).
 
-sigmoid(x) is fma(tanh.approx(x/2), 1/2, 1/2). The chunk's results leave in one bulk copy of RECORD_BYTES:
+"robust" keeps L in fp32 and substitutes forward, one lane a column. It rounds each result once, with e, n and the scale in
+fp32 and k_end = bf16(k^ * 2^(c_15 - c)); the diagonal of the scores is scale * q^ . k^; sigmoid(x) is 1 / (1 + e^-x). It
+takes every call that InputOptions describes. Where y or k^ have no bound, k_inv would overflow: L and the scores then come
+from products whose factors are at most 1 (anchors16.py), and k_end from the sum of y over the tokens behind.
+
+The chunk's results leave in one bulk copy of RECORD_BYTES:
 
     k_start, q_start, k_end  16 rows of 256 bytes; 16-byte piece p of row r lies at piece p ^ (r & 7)
-    scores, inverse          m16n8k16 A fragments: 32 lanes of 16 bytes
+    scores, inverse          m16n8k16 A fragments: 32 lanes of 16 bytes; robust: inverse - I
     decay                    fp32, channel k at (k % 8) * 16 + (k // 16) * 2 + (k // 8) % 2: the recurrence's order
-    beta                     per token bf16(sigmoid(beta)) twice in one 32-bit word; 0 past the end
+    beta                     per token one 32-bit word: fp32, or exact: bf16(sigmoid(beta)) twice; 0 past the end
 """
 
 import cutlass
@@ -31,6 +35,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels.shared import ptx, sequences
+from fla_kda_backend.kernels.shared.anchors16 import LEVEL_BYTES, LEVELS, Anchors16
+from fla_kda_backend.kernels.shared.inputs16 import FLASHKDA, Inputs16
 from fla_kda_backend.kernels.shared.record16 import (
     ARITHMETICS,
     BETA,
@@ -46,31 +52,40 @@ from fla_kda_backend.kernels.shared.record16 import (
     SCORES,
 )
 
-LOG2E = 1.44269502  # rounds to the fp32 constant that FlashKDA multiplies A_log by
 
+class PrepareChunk16(Inputs16, Anchors16):
+    """Compile-time facts: the setting of the arithmetic, the dtype of cu_seqlens (None: equal lengths), InputOptions."""
 
-class PrepareChunk16:
-    """Compile-time facts: the setting of the arithmetic, the dtype of cu_seqlens (None: equal lengths)."""
-
-    threads = 128
-
-    def __init__(self, arithmetic="exact", cu_dtype=None, ctas_per_sm=8):
+    def __init__(self, arithmetic="exact", cu_dtype=None, options=FLASHKDA):
         if arithmetic not in ARITHMETICS or cu_dtype not in sequences.CU_DTYPES:
             raise ValueError(f"unsupported: arithmetic={arithmetic!r}, cu_dtype={cu_dtype!r}")
-        self.robust, self.cu_dtype, self.ctas_per_sm = arithmetic == "robust", cu_dtype, ctas_per_sm
-        # shared memory: the record, k^ (later k_inv), the running sums at token 7 (later 15), L^T of the substitution
-        self.k_inv = RECORD_BYTES + (-RECORD_BYTES) % 128
-        self.half_sum = self.k_inv + CHUNK * ROW_BYTES
-        self.l_transposed = self.half_sum + 512
+        if arithmetic == "exact" and options != FLASHKDA:
+            raise ValueError(f"the exact arithmetic takes FlashKDA's call only, not {options}")
+        self.robust, self.cu_dtype, self.options = arithmetic == "robust", cu_dtype, options
+        # whether 2^-c, times the elements of k^, may leave the range of bf16
+        self.anchored = options.gate != "bounded" or not options.l2norm
+        self.ctas_per_sm = 4 if self.anchored else 8 if options.gate_dtype == "bf16" else 6
+        # shared memory: the record, k^ (later k_inv), the running sums at token 7 (later 15) or of both halves, L^T of the
+        # substitution, what Anchors16 needs
+        self.k_tile = RECORD_BYTES + (-RECORD_BYTES) % 128
+        self.half_sum = self.k_tile + CHUNK * ROW_BYTES
+        self.l_transposed = self.half_sum + (1024 if self.anchored else 512)
         self.smem_bytes = self.l_transposed + (1024 if self.robust else 0)
+        if self.robust:
+            self.diagonal = self.smem_bytes
+            self.smem_bytes += 128
+        if self.anchored:
+            self.scores = self.smem_bytes
+            self.levels = self.scores + 1024
+            self.smem_bytes = self.levels + LEVELS * LEVEL_BYTES
 
     @cute.jit
     def __call__(self, q, k, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
-                 heads, slot_begin, slot_end, stream):  # fmt: skip
+                 qk_heads, heads, slot_begin, slot_end, stream):  # fmt: skip
         """Launch over slots [slot_begin, slot_end) and all heads; addresses are Int64, counts Int32."""
         self.kernel(
             q, k, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads,
-            slot_begin, slot_end - slot_begin,
+            slot_begin, slot_end - slot_begin, qk_heads,
         ).launch(
             grid=[(slot_end - slot_begin) * heads, 1, 1],
             block=[self.threads, 1, 1],
@@ -82,12 +97,12 @@ class PrepareChunk16:
     @cute.kernel
     def kernel(
         self,
-        q: Int64,  # [tokens, H, 128] bf16
-        k: Int64,  # [tokens, H, 128] bf16
-        g: Int64,  # [tokens, H, 128] bf16, before the gate
-        beta: Int64,  # [tokens, H] bf16, before the sigmoid
-        a_log: Int64,  # [H] fp32
-        dt_bias: Int64,  # [H, 128] fp32
+        q: Int64,  # [tokens, qk_heads, 128] bf16
+        k: Int64,  # [tokens, qk_heads, 128] bf16
+        g: Int64,  # [tokens, H, 128] before the gate
+        beta: Int64,  # [tokens, H] before the sigmoid
+        a_log: Int64,  # [H]
+        dt_bias: Int64,  # [H, 128]
         out: Int64,  # [tokens, H, 128] bf16; rows outside every packed sequence become 0
         cu_seqlens: Int64,  # [num_seqs + 1] int32 or int64
         workspace: Int64,  # [H, slots, RECORD_BYTES]
@@ -98,6 +113,7 @@ class PrepareChunk16:
         heads: Int32,
         slot_begin: Int32,
         slots: Int32,
+        qk_heads: Int32,  # H is a multiple
     ):
         block, _, _ = cute.arch.block_idx()
         local_slot = block // heads
@@ -110,7 +126,7 @@ class PrepareChunk16:
         if offset >= 0 and offset < length:
             record = workspace + (Int64(head) * Int64(slots) + Int64(local_slot)) * RECORD_BYTES
             self.chunk(q, k, g, beta, a_log, dt_bias, record, smem, scale, gate_scale,
-                       Int64(begin) + Int64(offset), length - offset, head, heads)  # fmt: skip
+                       Int64(begin) + Int64(offset), length - offset, head, heads, qk_heads)  # fmt: skip
         if const_expr(self.cu_dtype is not None):
             self.clear_outside(out, cu_seqlens, slot, num_seqs, seq_len, head, heads)
         # The recurrence may begin to start. It waits for the end of this grid before it reads the workspace; everything
@@ -125,7 +141,8 @@ class PrepareChunk16:
         sequences.clear_rows(out, slot * CHUNK, CHUNK, first, end, tokens, head, heads, thread, self.threads)
 
     @cute.jit
-    def chunk(self, q, k, g, beta, a_log, dt_bias, record, smem, scale, gate_scale, token, rows, head, heads):
+    def chunk(self, q, k, g, beta, a_log, dt_bias, record, smem, scale, gate_scale, token, rows, head, heads,
+              qk_heads):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
@@ -133,18 +150,72 @@ class PrepareChunk16:
         first = token * row_stride + Int64(head) * ROW_BYTES
 
         # every load of the chunk is in flight before the first one is used
-        q_rows = self.load_rows(q + first, row_stride, rows, thread)
-        k_rows = self.load_rows(k + first, row_stride, rows, thread)
+        if const_expr(self.robust):
+            qk_stride = Int64(qk_heads) * ROW_BYTES
+            qk_first = token * qk_stride + Int64(head // (heads // qk_heads)) * ROW_BYTES
+            g_bytes = const_expr(self.size(self.options.gate_dtype) // 2)
+        else:
+            qk_stride, qk_first, g_bytes = row_stride, first, 1
+        q_rows = self.load_rows(q + qk_first, qk_stride, rows, thread)
+        k_rows = self.load_rows(k + qk_first, qk_stride, rows, thread)
         pair, half = thread % 64, thread // 64
-        g_words = self.load_gate(g + first, row_stride, rows, pair, half)
-        bias = dt_bias + Int64(head * 512 + pair * 8)
-        bias = (ptx.ldg_nc_f32(bias), ptx.ldg_nc_f32(bias + 4))
-        rate = ptx.mul(ptx.ex2(ptx.mul(ptx.ldg_nc_f32(a_log + Int64(head) * 4), Float32(LOG2E))), Float32(0.5))
-        beta_rows = self.load_beta(beta + (token * Int64(heads) + Int64(head)) * 2, heads, rows, lane)
+        g_words = self.load_gate(g + first * g_bytes, row_stride * g_bytes, rows, pair, half)
+        bias = self.load_bias(dt_bias, head, pair)
+        rate = self.load_rate(a_log, head)
+        beta_rows = self.load_beta(beta, token, heads, head, rows, lane)
 
-        self.normalise(q_rows, smem + Q_START, thread)
-        self.normalise(k_rows, smem + self.k_inv, thread)
+        q_words = self.normalise(q_rows, smem + Q_START, thread)
+        k_words = self.normalise(k_rows, smem + self.k_tile, thread)
         y = self.gate(g_words, bias, rate, gate_scale, rows, half)
+        if const_expr(self.robust):
+            self.write_diagonal(q_words, k_words, smem, thread)
+        if const_expr(self.anchored):
+            if warp == 0:
+                self.write_beta(smem, lane, beta_rows)
+            self.write_anchored(y, smem, pair, half, scale)
+            cute.arch.sync_threads()
+            self.multiply_level(smem, lane, warp)
+            cute.arch.sync_threads()
+            if warp == 0:
+                self.substitute(smem, lane)
+            if warp == 1:
+                self.write_anchored_scores(smem, lane, scale)
+        else:
+            self.one_anchor(y, smem, beta_rows, scale, warp, lane, pair, half)
+        ptx.fence_proxy_async()
+        cute.arch.sync_threads()
+        if thread == 0:
+            ptx.bulk_store(record, smem, Int32(RECORD_BYTES))
+            ptx.bulk_commit()
+            ptx.bulk_wait_read()
+
+    @cute.jit
+    def write_beta(self, smem, lane, beta):
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                at = smem + BETA + (lane // 4 + 8 * r) * 4
+                if const_expr(self.robust):
+                    ptx.sts_f32(at, beta[r])
+                else:
+                    ptx.sts_b32(at, ptx.pack_bf16x2(beta[r], beta[r]))
+
+    def decay_of(self, pair):
+        """Byte offset of the decay of channel 2*pair in the record; that of channel 2*pair + 1 is 64 bytes on."""
+        return DECAY + ((2 * pair) % 8) * 64 + (pair // 8) * 8 + ((pair // 4) % 2) * 4
+
+    def write_decay(self, smem, pair, c):
+        """2^c of two channels, c the sum over the chunk."""
+        where = smem + self.decay_of(pair)
+        ptx.sts_f32(where, ptx.ex2(c[0]))
+        ptx.sts_f32(where + 64, ptx.ex2(c[1]))
+
+    def word(self, pair, half, i):
+        """Byte offset in a tile of the channel pair `pair` of token 8*half + i (i < 8, so i is also the row's swizzle)."""
+        return (8 * half + i) * ROW_BYTES + ((pair // 4) ^ i) * 16 + (pair % 4) * 4
+
+    # ---- element-wise, decays from the chunk's start only ----------------------------------------------------------
+    @cute.jit
+    def one_anchor(self, y, smem, beta_rows, scale, warp, lane, pair, half):
         if half == 0:
             self.running_sum(y, (Float32(0.0), Float32(0.0)))
             ptx.sts_v2_f32(smem + self.half_sum + pair * 8, y[7, 0], y[7, 1])
@@ -153,9 +224,7 @@ class PrepareChunk16:
             self.running_sum(y, ptx.lds_v2_f32(smem + self.half_sum + pair * 8))
             if const_expr(self.robust):
                 ptx.sts_v2_f32(smem + self.half_sum + pair * 8, y[7, 0], y[7, 1])
-            where = smem + self.decay_of(pair)
-            ptx.sts_f32(where, ptx.ex2(y[7, 0]))
-            ptx.sts_f32(where + 64, ptx.ex2(y[7, 1]))
+            self.write_decay(smem, pair, (y[7, 0], y[7, 1]))
         k_words = self.scale_rows(y, smem, pair, half, scale)
         cute.arch.sync_threads()
         if const_expr(self.robust):
@@ -163,88 +232,10 @@ class PrepareChunk16:
         else:
             self.end_rows_exact(k_words, smem, pair, half)
         if warp == 0:
-            if lane % 4 == 0:
-                for r in cutlass.range_constexpr(2):
-                    ptx.sts_b32(smem + BETA + (lane // 4 + 8 * r) * 4, ptx.pack_bf16x2(beta_rows[r], beta_rows[r]))
+            self.write_beta(smem, lane, beta_rows)
             self.invert(smem, lane, beta_rows)
         if warp == 1:
-            self.write_scores(smem, lane)
-        ptx.fence_proxy_async()
-        cute.arch.sync_threads()
-        if thread == 0:
-            ptx.bulk_store(record, smem, Int32(RECORD_BYTES))
-            ptx.bulk_commit()
-            ptx.bulk_wait_read()
-
-    # ---- loads ----------------------------------------------------------------------------------------------------
-    @cute.jit
-    def load_rows(self, address, row_stride, rows, thread):
-        """Rows thread//16 and + 8, 8 channels each, as 2 x 4 words; rows past the end are 0."""
-        words = cute.make_rmem_tensor((2, 4), Int32)
-        words.fill(0)
-        for i in cutlass.range_constexpr(2):
-            row = thread // 16 + 8 * i
-            if row < rows:
-                loaded = ptx.ldg_nc_v4_b32(address + Int64(row) * row_stride + Int64(thread % 16) * 16)
-                for j in cutlass.range_constexpr(4):
-                    words[i, j] = loaded[j]
-        return words
-
-    @cute.jit
-    def load_gate(self, address, row_stride, rows, pair, half):
-        """Channels 2*pair, 2*pair + 1 of tokens 8*half to 8*half + 7."""
-        words = cute.make_rmem_tensor((8,), Int32)
-        words.fill(0)
-        for i in cutlass.range_constexpr(8):
-            row = 8 * half + i
-            if row < rows:
-                words[i] = ptx.ldg_nc_b32(address + Int64(row) * row_stride + Int64(pair) * 4)
-        return words
-
-    @cute.jit
-    def load_beta(self, address, heads, rows, lane):
-        """sigmoid(beta) of tokens lane//4 and + 8 in fp32; 0 past the end."""
-        sigmoid = cute.make_rmem_tensor((2,), Float32)
-        sigmoid.fill(0.0)
-        for i in cutlass.range_constexpr(2):
-            row = lane // 4 + 8 * i
-            if row < rows:
-                x = ptx.ldg_nc_bf16(address + Int64(row) * Int64(heads) * 2)
-                sigmoid[i] = ptx.fma(ptx.tanh(x * Float32(0.5)), Float32(0.5), Float32(0.5))
-        return sigmoid
-
-    # ---- element-wise ---------------------------------------------------------------------------------------------
-    @cute.jit
-    def normalise(self, words, tile, thread):
-        """l2norm of the rows of `words`, written as bf16 to the swizzled tile."""
-        for i in cutlass.range_constexpr(2):
-            x = []
-            for j in cutlass.range_constexpr(4):
-                x += list(ptx.unpack_bf16x2(words[i, j]))
-            total = Float32(0.0)
-            for j in cutlass.range_constexpr(8):
-                total = ptx.fma(x[j], x[j], total)
-            for distance in (8, 4, 2, 1):
-                total = ptx.add(total, cute.arch.shuffle_sync_bfly(total, offset=distance))
-            factor = ptx.rsqrt(ptx.add(total, Float32(1e-6)))
-            row = thread // 16 + 8 * i
-            ptx.sts_v4_b32(
-                tile + row * ROW_BYTES + ((thread % 16) ^ (row % 8)) * 16,
-                [ptx.pack_bf16x2(ptx.mul(x[2 * j], factor), ptx.mul(x[2 * j + 1], factor)) for j in range(4)],
-            )
-
-    @cute.jit
-    def gate(self, words, bias, rate, gate_scale, rows, half):
-        """y of 8 tokens and 2 channels; 0 past the end. `rate` is exp(A_log) / 2."""
-        y = cute.make_rmem_tensor((8, 2), Float32)
-        for i in cutlass.range_constexpr(8):
-            raw = ptx.unpack_bf16x2(words[i])
-            inside = 8 * half + i < rows
-            for j in cutlass.range_constexpr(2):
-                x = ptx.mul(ptx.add(raw[j], bias[j]), rate)
-                value = ptx.mul(ptx.fma(ptx.tanh(x), Float32(0.5), Float32(0.5)), gate_scale)
-                y[i, j] = value if inside else Float32(0.0)
-        return y
+            self.write_scores(smem, lane, scale)
 
     @cute.jit
     def running_sum(self, y, start):
@@ -260,19 +251,29 @@ class PrepareChunk16:
         """Replace q^ by q_start and k^ by k_inv, write k_start; returns the words that k_end is made of: k_inv, or k^."""
         kept = cute.make_rmem_tensor((8,), Int32)
         factor = ptx.pack_bf16x2(scale, scale)
-        product = self.product_bf16x2
         for i in cutlass.range_constexpr(8):
             at = self.word(pair, half, i)
-            grow = ptx.pack_bf16x2(ptx.ex2(c[i, 0]), ptx.ex2(c[i, 1]))
-            shrink = ptx.pack_bf16x2(ptx.ex2(-c[i, 0]), ptx.ex2(-c[i, 1]))
-            k_hat = ptx.lds_b32(smem + self.k_inv + at)
+            grow = self.factors(ptx.ex2(c[i, 0]), ptx.ex2(c[i, 1]))
+            shrink = self.factors(ptx.ex2(-c[i, 0]), ptx.ex2(-c[i, 1]))
+            k_hat = ptx.lds_b32(smem + self.k_tile + at)
             q_hat = ptx.lds_b32(smem + Q_START + at)
-            k_inv = product(k_hat, shrink)
-            ptx.sts_b32(smem + K_START + at, product(k_hat, grow))
-            ptx.sts_b32(smem + Q_START + at, product(product(q_hat, grow), factor))
-            ptx.sts_b32(smem + self.k_inv + at, k_inv)
+            k_inv = self.times(k_hat, shrink)
+            ptx.sts_b32(smem + K_START + at, self.times(k_hat, grow))
+            if const_expr(self.robust):
+                ptx.sts_b32(smem + Q_START + at, self.times(q_hat, [ptx.mul(x, scale) for x in grow]))
+            else:
+                ptx.sts_b32(smem + Q_START + at, self.times(self.times(q_hat, grow), factor))
+            ptx.sts_b32(smem + self.k_tile + at, k_inv)
             kept[i] = k_hat if self.robust else k_inv
         return kept
+
+    def factors(self, low, high):
+        """What `times` multiplies by: FlashKDA rounds it."""
+        return (low, high) if self.robust else ptx.pack_bf16x2(low, high)
+
+    def times(self, word, factors):
+        """A bf16 pair times `factors`, rounded; FlashKDA flushes denormals before."""
+        return self.scaled(ptx.unpack_bf16x2(word), factors) if self.robust else ptx.mul_bf16x2_ftz(word, factors)
 
     @cute.jit
     def end_rows_exact(self, k_inv, smem, pair, half):
@@ -280,7 +281,7 @@ class PrepareChunk16:
         where = smem + self.decay_of(pair)
         decay = ptx.pack_bf16x2(ptx.lds_f32(where), ptx.lds_f32(where + 64))
         for i in cutlass.range_constexpr(8):
-            ptx.sts_b32(smem + K_END + self.word(pair, half, i), self.product_bf16x2(k_inv[i], decay))
+            ptx.sts_b32(smem + K_END + self.word(pair, half, i), self.times(k_inv[i], decay))
 
     @cute.jit
     def end_rows_robust(self, k_hat, c, smem, pair, half):
@@ -290,18 +291,6 @@ class PrepareChunk16:
             k = ptx.unpack_bf16x2(k_hat[i])
             rest = [k[j] * ptx.ex2(total[j] - c[i, j]) for j in range(2)]
             ptx.sts_b32(smem + K_END + self.word(pair, half, i), ptx.pack_bf16x2(rest[0], rest[1]))
-
-    def product_bf16x2(self, a, b):
-        """bf16(a * b); FlashKDA multiplies in fp32 with denormals flushed."""
-        return ptx.mul_bf16x2(a, b) if self.robust else ptx.mul_bf16x2_ftz(a, b)
-
-    def decay_of(self, pair):
-        """Byte offset of the decay of channel 2*pair in the record; that of channel 2*pair + 1 is 64 bytes on."""
-        return DECAY + ((2 * pair) % 8) * 64 + (pair // 8) * 8 + ((pair // 4) % 2) * 4
-
-    def word(self, pair, half, i):
-        """Byte offset in a tile of the channel pair `pair` of token 8*half + i (i < 8, so i is also the row's swizzle)."""
-        return (8 * half + i) * ROW_BYTES + ((pair // 4) ^ i) * 16 + (pair % 4) * 4
 
     # ---- the two 16x16 matrices -----------------------------------------------------------------------------------
     @cute.jit
@@ -319,18 +308,22 @@ class PrepareChunk16:
         return [list(c[0]), list(c[1])]
 
     @cute.jit
-    def write_scores(self, smem, lane):
-        c = self.product(smem + Q_START, smem + self.k_inv, lane)
+    def write_scores(self, smem, lane, scale):
+        c = self.product(smem + Q_START, smem + self.k_tile, lane)
+        if const_expr(self.robust):
+            diagonal = [ptx.mul(ptx.lds_f32(smem + self.diagonal + (lane // 4 + 8 * r) * 4), scale) for r in range(2)]
         for tile in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(4):
                 i, j = lane // 4 + 8 * (e // 2), 8 * tile + 2 * (lane % 4) + e % 2
                 c[tile][e] = c[tile][e] if i >= j else Float32(0.0)
+                if const_expr(self.robust):
+                    c[tile][e] = diagonal[e // 2] if i == j else c[tile][e]
         fragment = [ptx.pack_bf16x2(c[t][2 * r], c[t][2 * r + 1]) for t in range(2) for r in range(2)]
         ptx.sts_v4_b32(smem + SCORES + lane * 16, fragment)
 
     @cute.jit
     def invert(self, smem, lane, beta):
-        c = self.product(smem + K_START, smem + self.k_inv, lane)
+        c = self.product(smem + K_START, smem + self.k_tile, lane)
         if const_expr(self.robust):
             self.invert_substitution(c, smem, lane, beta)
         else:
@@ -370,13 +363,19 @@ class PrepareChunk16:
 
     @cute.jit
     def invert_substitution(self, c, smem, lane, beta):
-        """Column `lane` of (I + L)^-1; L^T goes through shared memory so that a lane reads a column of L as vectors."""
+        """L^T to shared memory, and from there the inverse."""
         table = smem + self.l_transposed
         for tile in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(4):
                 i, j = lane // 4 + 8 * (e // 2), 8 * tile + 2 * (lane % 4) + e % 2
                 ptx.sts_f32(table + j * 64 + i * 4, ptx.mul(c[tile][e], beta[e // 2]))
         cute.arch.sync_warp()
+        self.substitute(smem, lane)
+
+    @cute.jit
+    def substitute(self, smem, lane):
+        """Column `lane` of (I + L)^-1 - I, from L^T in shared memory: a lane reads a column of L as vectors."""
+        table = smem + self.l_transposed
         column = lane % 16
         x = [Float32(1.0) if column == i else Float32(0.0) for i in range(CHUNK)]
         for j in cutlass.range_constexpr(CHUNK - 1):
@@ -389,4 +388,5 @@ class PrepareChunk16:
         if lane < 16:
             where = smem + INVERSE + (column // 2 % 4) * 16 + (column // 8) * 8 + (column % 2) * 2
             for i in cutlass.range_constexpr(CHUNK):
-                ptx.sts_b16(where + (i % 8) * 64 + (i // 8) * 4, ptx.pack_bf16x2(x[i], x[i]))
+                value = x[i] if column < i else Float32(0.0)
+                ptx.sts_b16(where + (i % 8) * 64 + (i // 8) * 4, ptx.pack_bf16x2(value, value))

@@ -12,7 +12,11 @@ inverse, scores, beta from the prepare kernel's record, per chunk:
     S  = bf16(fma(decay, S, dS))                     CUDA cores
 
 This is the "exact" setting, FlashKDA's to the bit. "robust" carries S in fp32, S = decay * S + k_end^T U with the tensor
-core adding onto the scaled accumulator, and rounds it to bf16 only as an operand: a slow decay is not rounded away.
+core adding onto the scaled accumulator, and rounds it to bf16 only as an operand: a slow decay is not rounded away. P,
+O and u = (v - P) * beta stay in fp32; U = bf16(u + (inverse - I) bf16(u)), out = bf16(O + scores U).
+
+On request it writes the rounded S before each 64 or 32 tokens, for chunk c of a sequence at row (chunks of all sequences
+before it) + c.
 
 Every warp owns BV / warps columns outright: its part of S stays in registers for the whole sequence, in the accumulator's
 layout (bf16 pairs or fp32) and, through movmatrix, as bf16 in the layout of the B operand. A warp's
@@ -45,31 +49,34 @@ from fla_kda_backend.kernels.shared.record16 import (
 )
 
 DIM = 128
+STATE_BYTES = DIM * DIM * 2  # of a bf16 state
 STATES = (None, "fp32", "bf16")
 
 
 class RecurrenceSplit:
     """Compile-time facts: the arithmetic, columns a CTA, compute warps, input stages, dtypes of states and cu_seqlens.
 
-    `segmented`: the launch covers only some slots; sequences that reach over its ends take their state from carry_in and
-    leave it in carry_out, [H, V, K] fp32 (exact in either setting).
+    segmented: the launch covers only some slots; sequences that reach over its ends take their state from carry_in and
+    leave it in carry_out, [H, V, K] fp32 (exact in either setting). state_v_first: the call's states are [.., V, K], else
+    [.., K, V]; states: write those before each state_chunk tokens; the last two need "robust".
     """
 
     def __init__(self, arithmetic="exact", bv=32, warps=4, stages=4, initial=None, final="fp32", cu_dtype=None,
-                 segmented=False, ctas_per_sm=1):  # fmt: skip
+                 segmented=False, state_v_first=True, states=False, state_chunk=64, ctas_per_sm=1):  # fmt: skip
         if arithmetic not in ARITHMETICS:
             raise ValueError(f"arithmetic {arithmetic!r} must be in {ARITHMETICS}")
         if bv % (8 * warps) or DIM % bv:
             raise ValueError(f"bv must be a multiple of 8 columns a warp and divide {DIM}, got bv={bv}, warps={warps}")
         if stages < 2 or initial not in STATES or final not in STATES or cu_dtype not in sequences.CU_DTYPES:
             raise ValueError(f"unsupported: stages={stages}, initial={initial}, final={final}, cu_dtype={cu_dtype}")
+        if state_chunk not in (32, 64):
+            raise ValueError(f"state_chunk must be 32 or 64, got {state_chunk}")
+        if arithmetic == "exact" and (states or not state_v_first):
+            raise ValueError(f"the exact arithmetic takes FlashKDA's call only, not {states=}, {state_v_first=}")
+        self.state_v_first, self.states, self.log2_state_chunk = state_v_first, states, state_chunk.bit_length() - 1
         self.bv, self.warps, self.stages, self.ctas_per_sm = bv, warps, stages, ctas_per_sm
         self.initial, self.final, self.cu_dtype, self.segmented = initial, final, cu_dtype, segmented
         self.robust = arithmetic == "robust"
-        # FlashKDA's bf16 sums and products go through fp32 with denormals flushed
-        packed = (ptx.add_bf16x2, ptx.sub_bf16x2, ptx.mul_bf16x2)
-        flushed = (ptx.add_bf16x2_ftz, ptx.sub_bf16x2_ftz, ptx.mul_bf16x2_ftz)
-        self.add, self.subtract, self.multiply = packed if self.robust else flushed
         self.tiles = bv // (8 * warps)
         self.threads = 32 * (warps + 1)
         self.v_row = 2 * bv + 16  # padded: the rows that a warp reads together fall into different banks
@@ -79,12 +86,12 @@ class RecurrenceSplit:
         self.smem_bytes = stages * self.stage_bytes + 16 * stages + 128
 
     @cute.jit
-    def __call__(self, v, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs,
-                 heads, slot_begin, slot_end, stream):  # fmt: skip
+    def __call__(self, v, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len,
+                 num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
         """Launch all sequences and heads; addresses are Int64, counts Int32."""
         self.kernel(
             v, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, heads, slot_begin,
-            slot_end,
+            slot_end, states, num_seqs,
         ).launch(
             grid=[num_seqs * heads * (DIM // self.bv), 1, 1],
             block=[self.threads, 1, 1],
@@ -98,8 +105,8 @@ class RecurrenceSplit:
     def kernel(
         self,
         v: Int64,  # [tokens, H, 128] bf16
-        initial_state: Int64,  # [N, H, V, K]
-        final_state: Int64,  # [N, H, V, K]
+        initial_state: Int64,  # [N, H] states
+        final_state: Int64,  # [N, H] states
         out: Int64,  # [tokens, H, 128] bf16
         cu_seqlens: Int64,  # [N + 1]
         workspace: Int64,  # [H, slot_end - slot_begin, RECORD_BYTES]
@@ -109,6 +116,8 @@ class RecurrenceSplit:
         heads: Int32,
         slot_begin: Int32,
         slot_end: Int32,
+        states: Int64,  # [rows, H] bf16 states
+        num_seqs: Int32,
     ):
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -145,7 +154,8 @@ class RecurrenceSplit:
             self.load(full, empty, ring, record, v + first, row_stride, rows, high - low)
         else:
             own = column + warp * (8 * self.tiles) + (cute.arch.lane_idx() % 4) * (2 * self.tiles)
-            element = (Int64(s) * Int64(heads) + Int64(head)) * (DIM * DIM) + Int64(own) * DIM
+            own_step = const_expr(DIM if self.state_v_first else 1)
+            element = (Int64(s) * Int64(heads) + Int64(head)) * (DIM * DIM) + Int64(own) * own_step
             carry = Int64(head) * (DIM * DIM) + Int64(own) * DIM
             if const_expr(self.robust):
                 state = cute.make_rmem_tensor((self.tiles, 8, 4), Float32)
@@ -157,18 +167,24 @@ class RecurrenceSplit:
             begins_here, begun = base >= slot_begin, base < slot_end
             if const_expr(self.segmented):
                 if carried_in and last > slot_begin:
-                    self.load_state(state, carry_in + carry * 4, "fp32")
+                    self.load_state(state, carry_in + carry * 4, "fp32", True)
             if const_expr(self.initial is not None):
                 if begins_here and begun:
-                    self.load_state(state, initial_state + element * self.bytes(self.initial), self.initial)
+                    self.load_state(state, initial_state + element * self.bytes(self.initial), self.initial, self.state_v_first)
             out_columns = out + first + Int64((own - column) * 2)
-            self.recur(full, empty, ring, state, out_columns, row_stride, rows, high - low, warp)
+            row, first_chunk = Int64(0), Int32(0)
+            if const_expr(self.states):
+                chunks = sequences.chunks_before(s, length, num_seqs, cu_seqlens, seq_len, self.log2_state_chunk, self.cu_dtype)
+                first_chunk = low - base
+                row = states + (Int64(chunks) * Int64(heads) + Int64(head)) * STATE_BYTES
+            self.recur(full, empty, ring, state, out_columns, row_stride, rows, high - low, warp, row, first_chunk, column,
+                       heads)  # fmt: skip
             if const_expr(self.segmented):
                 if carried_out and begun:
-                    self.store_state(state, carry_out + carry * 4, "fp32")
+                    self.store_state(state, carry_out + carry * 4, "fp32", True)
             if const_expr(self.final is not None):
                 if (not carried_out) and begun and (begins_here or last > slot_begin):
-                    self.store_state(state, final_state + element * self.bytes(self.final), self.final)
+                    self.store_state(state, final_state + element * self.bytes(self.final), self.final, self.state_v_first)
 
     # ---- the loader warp ------------------------------------------------------------------------------------------
     @cute.jit
@@ -202,7 +218,7 @@ class RecurrenceSplit:
 
     # ---- the compute warps ----------------------------------------------------------------------------------------
     @cute.jit
-    def recur(self, full, empty, ring, state, out, row_stride, rows, chunks, warp):
+    def recur(self, full, empty, ring, state, out, row_stride, rows, chunks, warp, states, chunk, column, heads):
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
         operand = cute.make_rmem_tensor((self.tiles, 8, 2), Int32)
@@ -218,6 +234,9 @@ class RecurrenceSplit:
         stage, phase = Int32(0), Int32(0)
         zero = Float32(0.0)
         for _ in cutlass.range(chunks, unroll=1):
+            if const_expr(self.states):
+                self.store_between(state, operand, states, chunk, column + warp * (8 * self.tiles), heads)
+                chunk += 1
             cute.arch.mbarrier_wait(full + stage, phase)
             at = stage * self.stage_bytes
             p = [[zero] * 4 for _ in range(self.tiles)]
@@ -231,18 +250,20 @@ class RecurrenceSplit:
                     p[j] = ptx.mma_bf16(a, s, p[j])
                     o[j] = ptx.mma_bf16(b, s, o[j])
             v = [ptx.lds_words(v_words + at + 8 * r * self.v_row, self.tiles) for r in range(2)]
-            beta = [ptx.lds_b32(ring + at + BETA + (g + 8 * r) * 4) for r in range(2)]
+            lds_beta = const_expr(ptx.lds_f32 if self.robust else ptx.lds_b32)
+            beta = [lds_beta(ring + at + BETA + (g + 8 * r) * 4) for r in range(2)]
             inverse = ptx.lds_v4_b32(ring + at + INVERSE + lane * 16)
             scores = ptx.lds_v4_b32(ring + at + SCORES + lane * 16)
             decay = [ptx.lds_v4_f32(ring + at + DECAY + g * 64 + 16 * i) for i in range(4)]
             update = []
             result = [[None] * self.tiles, [None] * self.tiles]
             for j in cutlass.range_constexpr(self.tiles):
-                u = []
+                u, words = [], []
                 for r in cutlass.range_constexpr(2):
-                    difference = self.subtract(v[r][j], ptx.pack_bf16x2(p[j][2 * r], p[j][2 * r + 1]))
-                    u.append(ptx.movmatrix(self.multiply(difference, beta[r])))
-                c = ptx.mma_bf16(inverse, u, [zero] * 4)
+                    pair = self.write(v[r][j], p[j][2 * r : 2 * r + 2], beta[r])
+                    u += pair if self.robust else [zero] * 2
+                    words.append(ptx.movmatrix(ptx.pack_bf16x2(*pair) if self.robust else pair))
+                c = ptx.mma_bf16(inverse, words, u)
                 update.append([ptx.movmatrix(ptx.pack_bf16x2(c[2 * r], c[2 * r + 1])) for r in range(2)])
             for block in cutlass.range_constexpr(8):
                 a = ptx.ldmatrix_x4_trans(address_e + at + ((2 * block + (lane // 8) % 2) ^ (row_e % 8)) * 16)
@@ -252,11 +273,12 @@ class RecurrenceSplit:
                     for r in cutlass.range_constexpr(2):
                         operand[j, block, r] = ptx.movmatrix(self.state_word(state, j, block, r))
             for j in cutlass.range_constexpr(self.tiles):
-                c = ptx.mma_bf16(scores, update[j], [zero] * 4)
+                c = ptx.mma_bf16(scores, update[j], o[j] if self.robust else [zero] * 4)
                 for r in cutlass.range_constexpr(2):
-                    result[r][j] = self.add(
-                        ptx.pack_bf16x2(o[j][2 * r], o[j][2 * r + 1]), ptx.pack_bf16x2(c[2 * r], c[2 * r + 1])
-                    )
+                    word = ptx.pack_bf16x2(c[2 * r], c[2 * r + 1])
+                    if const_expr(not self.robust):
+                        word = ptx.add_bf16x2_ftz(ptx.pack_bf16x2(o[j][2 * r], o[j][2 * r + 1]), word)
+                    result[r][j] = word
             cute.arch.mbarrier_arrive(empty + stage)  # by every lane: no lane's reads hang on another's arrival
             for r in cutlass.range_constexpr(2):
                 if g + 8 * r < rows:
@@ -267,6 +289,12 @@ class RecurrenceSplit:
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    def write(self, v, p, beta):
+        """u of two columns: fp32, or exact: a bf16 pair. FlashKDA's bf16 sums and products flush denormals in fp32."""
+        if self.robust:
+            return [ptx.mul(ptx.sub(a, b), beta) for a, b in zip(ptx.unpack_bf16x2(v), p)]
+        return ptx.mul_bf16x2_ftz(ptx.sub_bf16x2_ftz(v, ptx.pack_bf16x2(*p)), beta)
 
     # ---- the state: element e of (tile, block) is key 16*block + g + 8*(e // 2), MMA column 2*t + e % 2 -----------
     def state_word(self, state, j, block, r):
@@ -289,43 +317,72 @@ class RecurrenceSplit:
                     ptx.fma(factors[r], low, c[2 * r]), ptx.fma(factors[r], high, c[2 * r + 1])
                 )
 
-    # ---- the state in memory: V-first, so the keys of a column are contiguous -------------------------------------
+    # ---- the state in memory --------------------------------------------------------------------------------------
     def bytes(self, kind):
         return 4 if kind == "fp32" else 2
 
+    def steps(self, kind, v_first):
+        """Bytes from a key to the next, and from a column to the next."""
+        size = self.bytes(kind)
+        return (size, DIM * size) if v_first else (DIM * size, size)
+
     @cute.jit
-    def load_state(self, state, address, kind: cutlass.Constexpr):
+    def load_state(self, state, address, kind: cutlass.Constexpr, v_first: cutlass.Constexpr):
         """`address` is that of key 0 of the thread's first column."""
-        size = const_expr(self.bytes(kind))
+        key_step, column_step = const_expr(self.steps(kind, v_first))
         read = ptx.ldg_f32 if kind == "fp32" else ptx.ldg_bf16
-        key = address + Int64(cute.arch.lane_idx() // 4) * size
+        key = address + Int64(cute.arch.lane_idx() // 4) * key_step
         for j in cutlass.range_constexpr(self.tiles):
             for block in cutlass.range_constexpr(8):
                 for r in cutlass.range_constexpr(2):
-                    at = key + Int64(((2 * j) * DIM + 16 * block + 8 * r) * size)
-                    pair = (read(at), read(at + Int64(DIM * size)))
+                    at = key + Int64(2 * j * column_step + (16 * block + 8 * r) * key_step)
+                    pair = (read(at), read(at + Int64(column_step)))
                     if const_expr(self.robust):
                         state[j, block, 2 * r], state[j, block, 2 * r + 1] = pair
                     else:
                         state[j, block, r] = ptx.pack_bf16x2(pair[0], pair[1])
 
     @cute.jit
-    def store_state(self, state, address, kind: cutlass.Constexpr):
+    def store_state(self, state, address, kind: cutlass.Constexpr, v_first: cutlass.Constexpr):
         """An fp32 state of the exact setting is the widened bf16 one."""
-        size = const_expr(self.bytes(kind))
-        key = address + Int64(cute.arch.lane_idx() // 4) * size
+        key_step, column_step = const_expr(self.steps(kind, v_first))
+        key = address + Int64(cute.arch.lane_idx() // 4) * key_step
         for j in cutlass.range_constexpr(self.tiles):
             for block in cutlass.range_constexpr(8):
                 for r in cutlass.range_constexpr(2):
-                    at = key + Int64(((2 * j) * DIM + 16 * block + 8 * r) * size)
+                    at = key + Int64(2 * j * column_step + (16 * block + 8 * r) * key_step)
                     if const_expr(kind == "fp32" and self.robust):
                         ptx.stg_f32(at, state[j, block, 2 * r])
-                        ptx.stg_f32(at + Int64(DIM * size), state[j, block, 2 * r + 1])
+                        ptx.stg_f32(at + Int64(column_step), state[j, block, 2 * r + 1])
                     elif const_expr(kind == "fp32"):
                         low, high = ptx.unpack_bf16x2(state[j, block, r])
                         ptx.stg_f32(at, low)
-                        ptx.stg_f32(at + Int64(DIM * size), high)
+                        ptx.stg_f32(at + Int64(column_step), high)
                     else:
                         word = self.state_word(state, j, block, r)
                         ptx.stg_b16(at, word)
-                        ptx.stg_b16(at + Int64(DIM * size), word >> 16)
+                        ptx.stg_b16(at + Int64(column_step), word >> 16)
+
+    @cute.jit
+    def store_between(self, state, operand, first, chunk, column, heads):
+        """The rounded state before 16-token chunk `chunk` of the sequence, if one of the longer chunks begins there.
+
+        first: address of the state before the sequence's first chunk; column: the warp's first. In [V, K] a word of the
+        operand holds two neighbouring keys of a column, in [K, V] a word of the state two neighbouring columns of a key.
+        """
+        log2 = const_expr(self.log2_state_chunk - LOG2_CHUNK)
+        if chunk & ((1 << log2) - 1) == 0:
+            g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+            address = first + Int64(chunk >> log2) * Int64(heads) * STATE_BYTES
+            if const_expr(self.state_v_first):
+                address += Int64((column + g // 2 * (2 * self.tiles) + g % 2) * (2 * DIM) + 4 * t)
+            else:
+                address += Int64(g * (2 * DIM) + (column + t * (2 * self.tiles)) * 2)
+            for j in cutlass.range_constexpr(self.tiles):
+                for block in cutlass.range_constexpr(8):
+                    for r in cutlass.range_constexpr(2):
+                        key = const_expr(16 * block + 8 * r)
+                        if const_expr(self.state_v_first):
+                            ptx.stg_b32(address + Int64(2 * j * (2 * DIM) + 2 * key), operand[j, block, r])
+                        else:
+                            ptx.stg_b32(address + Int64(key * (2 * DIM) + 4 * j), self.state_word(state, j, block, r))

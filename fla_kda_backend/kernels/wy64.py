@@ -24,11 +24,13 @@ class WY64:
     Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
     """
 
-    arguments = "l" * 14 + "f" * 2 + "i" * 5  # Int64 addresses, Float32, Int32
+    arguments = "l" * 25 + "f" * 2 + "i" * 6  # Int64 addresses and strides, Float32, Int32
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
-                 max_ctas=132, overlap=False):  # fmt: skip
-        options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, max_ctas=max_ctas)
+                 states=False, gate="bounded", gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid",
+                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False):  # fmt: skip
+        options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, states=states,
+                       max_ctas=max_ctas)  # fmt: skip
         if replay and segmented:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
         if overlap and segmented:
@@ -36,7 +38,8 @@ class WY64:
         options["overlap"] = overlap
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
         link_time = self.chain.link_time if overlap else None
-        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time)
+        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time, gate=gate, gate_dtype=gate_dtype,
+                                   a_log=a_log, dt_bias=dt_bias, beta=beta, beta_dtype=beta_dtype, l2norm=l2norm)  # fmt: skip
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""
@@ -44,9 +47,11 @@ class WY64:
 
     @cute.jit
     def __call__(self, q, k, v, g, beta, a_log, dt_bias, initial_state, final_state, out, cu_seqlens, workspace, carry_in,
-                 carry_out, scale, gate_scale, seq_len, num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
-        """Addresses are Int64, scale and gate_scale Float32, counts Int32."""
-        self.prepare(q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs,
-                     heads, slot_begin, slot_end, stream)  # fmt: skip
-        self.chain(initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, seq_len, num_seqs, heads,
-                   slot_begin, slot_end, stream)  # fmt: skip
+                 carry_out, states, q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token,
+                 beta_head, scale, gate_scale, seq_len, num_seqs, qk_heads, heads, slot_begin, slot_end, stream):  # fmt: skip
+        """Addresses and strides (in elements) are Int64, scale and gate_scale Float32, counts Int32."""
+        self.prepare(q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, q_token, q_head, k_token, k_head, v_token,
+                     v_head, g_token, g_head, beta_token, beta_head, scale, gate_scale, seq_len, num_seqs, qk_heads, heads,
+                     slot_begin, slot_end, stream)  # fmt: skip
+        self.chain(initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len, num_seqs,
+                   heads, slot_begin, slot_end, stream)  # fmt: skip

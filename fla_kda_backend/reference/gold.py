@@ -27,19 +27,23 @@ def forward(
     safe_gate=False,
     lower_bound=None,
     disable_recompute=False,
+    return_intermediate_states=False,
     state_v_first=False,
     cu_seqlens=None,  # [N + 1] integers, with B = 1
     cu_seqlens_cpu=None,
+    use_graph=False,
+    max_num_seqs=None,
     A_log=None,  # HV values of any shape
     dt_bias=None,  # HV * K values of any shape
-    chunk_size=None,
+    chunk_size=64,
     transpose_state_layout=False,
 ):
-    """The arguments of chunk_kda, of any float dtype and on any device; output_final_state, safe_gate,
-    disable_recompute, cu_seqlens_cpu and chunk_size change nothing here.
+    """The arguments of chunk_kda, of any float dtype and on any device; output_final_state, safe_gate, disable_recompute,
+    cu_seqlens_cpu, use_graph and max_num_seqs change nothing here, chunk_size only the number of intermediate states.
 
     Returns out [B, T, HV, V] and final_state in the layout of initial_state, both fp64. The final state of an empty
-    sequence is its initial state, or zeros.
+    sequence is its initial state, or zeros. With return_intermediate_states, third, the states before each chunk of
+    chunk_size tokens, [B, NT, HV, K, V] or [B, NT, HV, V, K], sequence after sequence.
     """
     batch, tokens, heads, dim_k = q.shape
     value_heads, dim_v = v.shape[2:]
@@ -68,12 +72,17 @@ def forward(
     q, k, v, decay, beta = (x.flatten(0, 1) for x in (q, k, v, g.exp(), beta[..., None]))
     out = torch.zeros_like(v)
     firsts = torch.tensor([starts[n] for n in order], dtype=torch.int64, device=q.device)
+    chunks = [-(-max(length, 0) // chunk_size) for length in lengths]
+    bases = torch.tensor([sum(chunks[:n]) for n in order], dtype=torch.int64, device=q.device)
+    states = state.new_zeros(sum(chunks) if return_intermediate_states else 0, value_heads, dim_v, dim_k)
     running = len(order)
     for t in range(max(lengths, default=0)):
         while lengths[order[running - 1]] <= t:
             running -= 1
         row = firsts[:running] + t
         s = state[:running]
+        if return_intermediate_states and t % chunk_size == 0:
+            states[bases[:running] + t // chunk_size] = s
         s *= decay[row][:, :, None, :]
         key = k[row]
         error = v[row] - (s @ key[..., None])[..., 0]
@@ -82,7 +91,12 @@ def forward(
 
     final_state = torch.empty_like(state)
     final_state[order] = state
-    return out.reshape(batch, tokens, value_heads, dim_v), final_state if v_first else final_state.mT.contiguous()
+    if not v_first:
+        final_state, states = final_state.mT.contiguous(), states.mT.contiguous()
+    out = out.reshape(batch, tokens, value_heads, dim_v)
+    if return_intermediate_states:
+        return out, final_state, states.unflatten(0, (batch, sum(chunks) // max(batch, 1)))
+    return out, final_state
 
 
 def log_decay(g, A_log, dt_bias, lower_bound):

@@ -63,6 +63,30 @@ def test_few_heads_are_those_heads():
     torch.testing.assert_close(few[1], whole[1][:, [1]])
 
 
+@pytest.mark.parametrize("call, group", [("kimi", 1), ("softplus", 1), ("softplus", 2)])
+def test_calls_of_other_models_decay_alike(call, group):
+    case = dataclasses.replace(SMALL, heads=4, call=call, group=group)
+    arguments = cases.inputs(case, "strong", device="cpu")
+    decay = arguments["g"].double() if call == "kimi" else wanted_decay(arguments | {"lower_bound": None})
+    assert 1 - cases.JITTER - 0.04 < (decay / cases.STRONG).min() and (decay / cases.STRONG).max() < 1 + cases.JITTER + 0.04
+    variant = planning.plan(parse((), arguments), specs.H200).params
+    expected = {
+        "kimi": {"gate": "given", "gate_dtype": "fp32", "a_log": None, "dt_bias": None, "beta": "given", "beta_dtype": "fp32",
+                 "state_v_first": False},
+        "softplus": {"gate": "softplus"},
+    }[call]  # fmt: skip
+    assert {name: variant[name] for name in planning.FLASHKDA.keys() & variant} == expected
+    assert arguments["q"].shape[2] * group == arguments["v"].shape[2] == 4
+    whole, few = gold.forward(**arguments), gold.forward(**cases.few_heads(arguments, [1, 2]))
+    assert torch.equal(few[0], whole[0][:, :, [1, 2]]) and torch.equal(few[1], whole[1][:, [1, 2]])
+
+
+def test_who_runs_flashkdas_call_alone():
+    taken = {name: [case.call for case in cases.CASES.values() if item.takes(case)] for name, item in IMPLEMENTATIONS.items()}
+    assert {name for name, calls in taken.items() if {*calls} == {"flashkda"}} == {"exact", "flashkda"}
+    assert {*taken["triton"]} == {*taken["auto"]} == {*cases.CALLS}
+
+
 @pytest.mark.parametrize("name", cases.CASES)
 def test_the_rules_accept_every_case(name):
     case = cases.CASES[name]
@@ -285,7 +309,7 @@ def test_report_says_which_targets_are_kept(case, graph, cells, tmp_path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert [cell.strip() for cell in lines[-1].strip("|").split("|")][-2:] == cells
     assert lines[-3].count("|") == lines[-2].count("|") == lines[-1].count("|")
-    assert set(cases.TARGETS) == set(cases.CASES)
+    assert set(cases.TARGETS) == {name for name, case in cases.CASES.items() if case.call == "flashkda"}
 
 
 def test_report_compares_gates():
@@ -312,6 +336,10 @@ def test_profile_counts_bytes():
     assert case.floor_bytes == 6 * (8192 * (5 * 256 + 2) + 4 * 128 * 128)
     ours = sum(profile.traffic(case, name) for name in ("PrepareChunk16", "RecurrenceSplit"))
     assert ours == case.floor_bytes + 2 * 6 * 512 * 13888
+    kimi = cases.CASES["kimi-T8192-H32"]
+    assert kimi.floor_bytes == 32 * (8192 * (4 * 256 + 512 + 4) + 4 * 128 * 128)
+    grouped = cases.CASES["softplus-T8192-H16-HV32"]
+    assert grouped.floor_bytes == 8192 * (16 * 2 + 32 * 3) * 256 + 32 * (8192 * 2 + 4 * 128 * 128)
     rows = case.tokens * 6 * 256
     ours64 = [profile.traffic(case, name) for name in ("PrepareWY64", "ChainWY64", "ChainReplayWY64")]
     assert ours64[0] + ours64[1] == case.floor_bytes + 2 * 6 * 128 * 71168 == 5 * rows + 6 * (8192 * 2 + 65536 + 256 * 71168)

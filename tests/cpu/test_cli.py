@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from calls import prefill
+from calls import TRAINING, prefill
 from interpreters import run
 
 from fla_kda_backend import cli, dispatch_log
@@ -105,9 +105,9 @@ def test_log_of_an_empty_file(tmp_path, capsys):
     assert capsys.readouterr().out == "0 of 0 calls ran on kda_cute\n"
 
 
-def test_demo_without_a_gpu():
+def demo_without_a_gpu(*options):
     done = subprocess.run(
-        [sys.executable, "-m", "fla_kda_backend", "demo"],
+        [sys.executable, "-m", "fla_kda_backend", "demo", *options],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -115,10 +115,41 @@ def test_demo_without_a_gpu():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No GPU here" in done.stdout
-    assert done.stdout.count("compiled column_split") == 2
-    assert "for sm_90a" in done.stdout
     assert "FAIL" not in done.stdout
     assert done.stdout.rstrip().endswith("All checks hold.")
+    return done.stdout
+
+
+def test_demo_without_a_gpu():
+    printed = demo_without_a_gpu()
+    assert printed.count("compiled column_split") == 2
+    assert "for sm_90a" in printed
+
+
+@pytest.mark.parametrize(("model", "layers"), [("kda", "0123"), ("hybrid", "013")])
+def test_demo_of_a_model_without_a_gpu(model, layers):
+    """What the rules decide for each KDA layer's own call; nothing is compiled."""
+    printed = demo_without_a_gpu("--model", model)
+    rows = [line.split() for line in printed.splitlines() if "wy64" in line]
+    assert [row[:2] for row in rows] == [[layer, "accepted"] for layer in layers]
+    assert all("gate=softplus" in row for row in rows)
+    assert "compiled" not in printed
+
+
+def test_demo_of_no_such_model(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["demo", "--model", "kimi"])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert all(name in message for name in ("kda", "kda-safe", "gva", "hybrid"))
+
+
+def test_demo_of_a_model_fails_where_a_layers_call_is_declined(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "h200", lambda: TRAINING._replace(capability=(8, 0)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["demo", "--model", "kda-safe"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("declined  capability") == 4 and "1 checks FAILED" in printed
 
 
 def test_demo_fails_where_a_check_does_not_hold(capsys):

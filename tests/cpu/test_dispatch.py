@@ -4,72 +4,18 @@ The facts say that the tensors are on an H200, op is replaced, and so is, behind
 FLA would launch.
 """
 
-import contextlib
 import gc
 import logging
 import sys
 import threading
 import types
-import warnings
 import weakref
 
 import pytest
 import torch
-from calls import H200, prefill, tensor
+from calls import FLAS, FLASHKDAS, H200, OURS, SOFTPLUS, outcomes, tensor
 
-from fla_kda_backend import dispatch_log, facts, memo, planning
-
-OURS, FLAS, FLASHKDAS = "ours", "FLA's Triton", "FlashKDA's"
-
-
-@pytest.fixture(scope="module")
-def kda():
-    """FLA's KDA modules. (FLA warns at import that there is no GPU.)"""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import fla.ops.kda.backends.flash_kda as flash_kda
-        import fla.ops.kda.chunk as chunk
-    return types.SimpleNamespace(chunk=chunk, flash_kda=flash_kda)
-
-
-@pytest.fixture
-def op(monkeypatch):
-    """A stand-in for op.py; `calls` are those it ran, `run` can be replaced. It keeps the calls that it prepares."""
-    module = types.ModuleType("fla_kda_backend.op")
-    module.calls = []
-    module.run = lambda call, plan: module.calls.append((call, plan)) or (OURS, None)
-    module.prepare = lambda call, plan: lambda *tensors: module.run(call, plan)
-    monkeypatch.setitem(sys.modules, "fla_kda_backend.op", module)
-    return module
-
-
-class World(types.SimpleNamespace):
-    """Its facts are of hardware, which does not change under a call's verdict."""
-
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name == "facts":
-            memo.clear()
-
-
-@pytest.fixture
-def world(monkeypatch, kda, op):
-    """.call(**changes) is chunk_kda of an eligible prefill; .facts are what the rules are told."""
-    from fla_kda_backend import backend, selfcheck
-
-    world = World(facts=H200, op=op, backend=backend, selfcheck=selfcheck)
-    monkeypatch.setattr(facts, "gather", lambda call: world.facts)
-    monkeypatch.setattr(kda.chunk.ChunkKDAFunction, "apply", lambda *args: (FLAS, None))
-    monkeypatch.setattr(backend, "_warned", set())
-    monkeypatch.setattr(selfcheck, "_decisions", {})
-    world.arguments = lambda **changes: prefill(device="cpu", **changes)
-    world.call = lambda **changes: kda.chunk.chunk_kda(**world.arguments(**changes))
-    with dispatch_log.capture() as world.seen, torch.no_grad():
-        yield world
-
-
-def outcomes(world):
-    return [(record.outcome, record.code) for record in world.seen]
+from fla_kda_backend import facts, planning
 
 
 def test_accepted_call_runs_here(world):
@@ -84,8 +30,8 @@ def test_accepted_call_runs_here(world):
 
 
 def test_declined_call_runs_on_fla(world):
-    assert world.call(state_v_first=False) == (FLAS, None)
-    assert outcomes(world) == [("declined", "state_v_first")]
+    assert world.call(scale=tensor(1)) == (FLAS, None)
+    assert outcomes(world) == [("declined", "scale")]
     assert not world.op.calls
 
 
@@ -236,9 +182,7 @@ def test_unknown_argument_goes_where_fla_takes_it(world):
 
 
 def test_cost_rule_and_its_override(world, monkeypatch):
-    slow = planning.plan(world.backend.parse((), world.arguments()), H200)._replace(
-        should_run=False, reason="slower here"
-    )
+    slow = planning.plan(world.backend.parse((), world.arguments()), H200)._replace(should_run=False, reason="slower here")
     monkeypatch.setattr(planning, "plan", lambda call, facts: slow)
     assert world.call() == (FLAS, None)
     assert (world.seen[0].code, world.seen[0].message) == ("cost", "slower here")
@@ -326,91 +270,16 @@ def test_threads_get_their_own_results(world, kda):
     assert outcomes(world) == [("accepted", "accepted")] * 400
 
 
-@pytest.fixture
-def untested(world, monkeypatch):
-    """A GPU that the kernels never ran on; .errors are what the comparison with FLA finds, or raises."""
-    world.facts = H200._replace(capability=(10, 0))
-    world.errors = [1e-3, 2e-3]
-    world.compared = []
-
-    def compare(device, facts, run, reference):
-        world.compared.append(device)
-        if isinstance(world.errors, Exception):
-            raise world.errors
-        return world.errors
-
-    monkeypatch.setattr(world.selfcheck, "compare", compare)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return world
-
-
-def test_untested_gpu_is_checked_once(untested):
-    assert [untested.call(), untested.call()] == [(OURS, None)] * 2
-    assert len(untested.compared) == 1
-
-
-@pytest.mark.parametrize(
-    ("errors", "code", "message"),
-    [
-        (
-            [1e-3, 0.7],
-            "untested_disagrees",
-            "on compute capability 10.0 requires agreement with FLA to 2e-02, got output ",
-        ),
-        ([float("nan"), 0.0], "untested_disagrees", "on compute capability 10.0 requires agreement"),
-        (
-            RuntimeError("launch failed"),
-            "untested_failed",
-            "the check on compute capability 10.0, never run on before, ",
-        ),
-    ],
-)
-def test_untested_gpu_that_disagrees_is_declined_for_the_process(untested, errors, code, message, caplog):
-    untested.errors = errors
-    assert [untested.call(), untested.call()] == [(FLAS, None)] * 2
-    assert outcomes(untested) == [("declined", code)] * 2
-    assert untested.seen[0].message.startswith(message) and untested.seen[0].kernel is None
-    assert len(untested.compared) == 1
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-
-
-def test_untested_gpu_is_not_checked_during_graph_capture(untested, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert untested.call() == (FLAS, None)
-    assert outcomes(untested) == [("declined", "untested_capture")]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert untested.call() == (OURS, None)
-
-
-def test_untested_gpu_is_checked_by_one_thread(untested):
-    threads = [threading.Thread(target=untested.call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(untested.compared) == 1
-    assert outcomes(untested) == [("accepted", "accepted")] * 4
-
-
-def test_comparison_tells_right_from_wrong(world, kda):
-    """The fixed case against double precision: the exact reference passes, a state dropped between chunks does not."""
-    from fla_kda_backend.reference import exact, gold
-
-    cpu = torch.device("cpu")
-
-    def reference(**arguments):
-        return gold.forward(**arguments)
-
-    def run(call, plan):
-        arguments = (call.q, call.k, call.v, call.g, call.beta, call.scale, call.A_log, call.dt_bias, call.lower_bound)
-        return exact.forward(*arguments, call.initial_state, call.cu_seqlens)
-
-    def run_without_state(call, plan):
-        call.cu_seqlens = torch.tensor([0, 16, 32, 33, 33, 49, 65, 81, 97, 112])
-        call.initial_state = None
-        out, state = run(call, plan)
-        return out, state[[2, 3, 7, 8]]
-
-    assert max(world.selfcheck.compare(cpu, H200, run, reference)) < 1e-2
-    assert min(world.selfcheck.compare(cpu, H200, run_without_state, reference)) > 10 * world.selfcheck.TOLERANCE
+# ---- the exact mode --------------------------------------------------------------------------------------------------
+def test_exact_mode_runs_other_calls_on_the_auto_kernels_and_says_so(world):
+    world.facts = H200._replace(mode="exact")
+    for changes in ({}, SOFTPLUS):
+        assert world.call(**changes) == (OURS, None)
+    (_, own), (_, other) = world.op.calls
+    assert own.params["arithmetic"] == "exact" and other.kernel == "wy64"
+    assert outcomes(world) == [("accepted", "accepted")] * 2
+    assert [record.message for record in world.seen] == [
+        "all rules hold",
+        "exact mode runs FlashKDA's own call alone; this one runs on the auto kernels: gate=softplus",
+    ]
+    assert dict(world.seen[1].params)["gate"] == "softplus"

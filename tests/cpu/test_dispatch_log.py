@@ -73,6 +73,9 @@ def test_record_of_an_accepted_call():
             "safe_gate": True,
             "lower_bound": -5.0,
             "state_v_first": True,
+            "return_intermediate_states": False,
+            "chunk_size": 64,
+            "use_graph": False,
         },
     }
 

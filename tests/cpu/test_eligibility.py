@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from calls import H200, decide, prefill, tensor
+from calls import GROUPED, H200, HALVES, INFERENCE, TRAINING, decide, grown, prefill, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,13 +13,7 @@ from fla_kda_backend import call, eligibility
 from fla_kda_backend.call import parse
 from fla_kda_backend.eligibility import FLA_REFUSES, check
 
-i32, f32, f16 = torch.int32, torch.float32, torch.float16
-TRAINING = H200._replace(grad_enabled=True)
-INFERENCE = H200._replace(inference_mode=True)
-
-
-def grown(*shape, dtype=torch.bfloat16):
-    return tensor(*shape, dtype=dtype).requires_grad_()
+i32, i64, f64, f32, f16 = torch.int32, torch.int64, torch.float64, torch.float32, torch.float16
 
 
 class Subclass(torch.Tensor):
@@ -163,39 +157,23 @@ CASES = [
         "cp_context",
         "knows no context parallelism, got cp_context",
     ),
-    (
-        {"return_intermediate_states": True},
-        INFERENCE,
-        "intermediate_states",
-        "returns no intermediate states, got return_intermediate_states=True",
-    ),
-    ({"use_graph": True}, H200, "use_graph", "knows no padded cu_seqlens for graphs, got use_graph=True"),
-    ({"use_qk_l2norm_in_kernel": False}, H200, "qk_l2norm", "requires use_qk_l2norm_in_kernel=True, got False"),
-    ({"use_gate_in_kernel": False}, H200, "gate", "requires use_gate_in_kernel=True, got False"),
-    (
-        {"use_beta_sigmoid_in_kernel": False},
-        H200,
-        "beta_sigmoid",
-        "requires use_beta_sigmoid_in_kernel=True, got False",
-    ),
-    ({"allow_neg_eigval": True}, H200, "neg_eigval", "requires allow_neg_eigval=False, got True"),
-    ({"state_v_first": False}, H200, "state_v_first", "requires state_v_first=True, got False"),
     ({"safe_gate": False, "lower_bound": -6}, H200, "lower_bound", "requires -5 <= lower_bound < 0, got -6"),
-    ({"safe_gate": False, "lower_bound": None}, H200, "lower_bound", "requires a number as lower_bound, got None"),
+    ({"safe_gate": False, "lower_bound": 0.0, "A_log": None}, H200, "lower_bound", "requires -5 <= lower_bound < 0, got 0.0"),
     ({"lower_bound": tensor(1, dtype=f32)}, H200, "lower_bound", "requires a number as lower_bound, got Tensor"),
     ({"scale": tensor(1, dtype=f32)}, H200, "scale", "requires a number as scale, got Tensor"),
     ({"q": tensor(2, 80, 4, 128, dtype=f16)}, H200, "input_dtype", "requires a bfloat16 q, got float16"),
-    ({"g": tensor(2, 80, 4, 128, dtype=f32)}, H200, "input_dtype", "requires a bfloat16 g, got float32"),
-    ({"beta": tensor(2, 80, 4, dtype=f32)}, H200, "input_dtype", "requires a bfloat16 beta, got float32"),
+    ({"k": tensor(2, 80, 4, 128, dtype=f32)}, H200, "input_dtype", "requires a bfloat16 k, got float32"),
+    ({"v": tensor(2, 80, 4, 128, dtype=f32)}, H200, "input_dtype", "requires a bfloat16 v, got float32"),
+    ({"g": tensor(2, 80, 4, 128, dtype=f16)}, H200, "input_dtype", "requires a bfloat16 or float32 g, got float16"),
+    ({"beta": tensor(2, 80, 4, dtype=f64)}, H200, "input_dtype", "requires a bfloat16 or float32 beta, got float64"),
     ({"dim": 64}, H200, "head_dim", "requires K = V = 128, got K=64, V=64"),
     ({"v": tensor(2, 80, 4, 256)}, H200, "head_dim", "requires K = V = 128, got K=128, V=256"),
     (
-        {"v": tensor(2, 80, 8, 128), "g": tensor(2, 80, 8, 128), "beta": tensor(2, 80, 8)},
+        {"v": tensor(2, 64, 4, 128)},
         H200,
-        "heads",
-        "requires HV = H, got HV=8, H=4",
+        "value_shape",
+        "requires v [B, T, HV, V] = [2, 80, 4, 128], got [2, 64, 4, 128]",
     ),
-    ({"v": tensor(2, 64, 4, 128)}, H200, "value_shape", "requires v of q's shape [2, 80, 4, 128], got [2, 64, 4, 128]"),
     (
         {"batch": 1, "cu_seqlens": tensor(2, dtype=torch.int16)},
         H200,
@@ -208,6 +186,36 @@ CASES = [
         "cu_seqlens",
         "requires cu_seqlens [N + 1], got [2, 1]",
     ),
+    (
+        {**HALVES, "cu_seqlens_cpu": tensor(3, dtype=i64)},
+        INFERENCE,
+        "cu_seqlens_cpu",
+        "with return_intermediate_states requires cu_seqlens_cpu as a plain tensor on the CPU, got meta",
+    ),
+    (
+        {**HALVES, "cu_seqlens_cpu": [0, 40, 80]},
+        INFERENCE,
+        "cu_seqlens_cpu",
+        "with return_intermediate_states requires cu_seqlens_cpu as a plain tensor on the CPU, got list",
+    ),
+    (
+        {**HALVES, "cu_seqlens_cpu": torch.tensor([0, 80])},
+        INFERENCE,
+        "cu_seqlens_cpu",
+        "requires cu_seqlens_cpu like cu_seqlens [3], got int64 [2]",
+    ),
+    (
+        {**HALVES, "cu_seqlens_cpu": torch.tensor([0.0, 40, 80])},
+        INFERENCE,
+        "cu_seqlens_cpu",
+        "requires cu_seqlens_cpu like cu_seqlens [3], got float32 [3]",
+    ),
+    (
+        {"batch": 1, "cu_seqlens": tensor(2, dtype=i32), "use_graph": True, "max_num_seqs": tensor(1)},
+        H200,
+        "max_num_seqs",
+        "with use_graph requires a number as max_num_seqs, got Tensor",
+    ),
     ({"batch": 0}, H200, "num_sequences", "requires at least 1 sequence, got 0"),
     (
         {"batch": 1, "cu_seqlens": tensor(1, dtype=i32), "initial_state": None},
@@ -219,17 +227,33 @@ CASES = [
         {"initial_state": tensor(1, 4, 128, 128, dtype=f32)},
         H200,
         "initial_state",
-        "requires initial_state [N, H, V, K] = [2, 4, 128, 128], got [1, 4, 128, 128]",
+        "requires initial_state [N, HV, V, K] = [2, 4, 128, 128], got [1, 4, 128, 128]",
     ),
-    ({"A_log": None}, H200, "gate_parameters", "requires A_log, got None"),
-    ({"dt_bias": None}, H200, "gate_parameters", "requires dt_bias, got None"),
-    ({"A_log": tensor(4)}, H200, "gate_parameters", "requires a float32 A_log, got bfloat16"),
-    ({"A_log": tensor(1, dtype=f32)}, H200, "gate_parameters", "requires A_log with H = 4 elements, got [1]"),
+    (
+        {"heads": 2, **GROUPED, "state_v_first": False, "initial_state": tensor(2, 2, 128, 128, dtype=f32)},
+        H200,
+        "initial_state",
+        "requires initial_state [N, HV, K, V] = [2, 4, 128, 128], got [2, 2, 128, 128]",
+    ),
+    ({"A_log": tensor(4, dtype=f16)}, H200, "gate_parameters", "requires a float32 or bfloat16 A_log, got float16"),
+    (
+        {"dt_bias": tensor(512, dtype=f64)},
+        H200,
+        "gate_parameters",
+        "requires a float32 or bfloat16 dt_bias, got float64",
+    ),
+    ({"A_log": tensor(1, dtype=f32)}, H200, "gate_parameters", "requires A_log with HV = 4 elements, got [1]"),
     (
         {"dt_bias": tensor(128, 4, dtype=f32)},
         H200,
         "gate_parameters",
-        "requires dt_bias [H * K] = [512] or [H, K], got [128, 4]",
+        "requires dt_bias [HV * K] = [512] or [HV, K], got [128, 4]",
+    ),
+    (
+        {"heads": 2, **GROUPED, "dt_bias": tensor(256, dtype=f32)},
+        H200,
+        "gate_parameters",
+        "requires dt_bias [HV * K] = [512] or [HV, K], got [256]",
     ),
 ]
 
@@ -241,47 +265,6 @@ def test_declined_with_code_and_message(changes, facts, code, message):
 
 def test_every_rule_has_a_case():
     assert {code for *_, code, _ in CASES} == {rule.code for rule in eligibility.RULES}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tokens": 0},
-        {"tokens": 1},
-        {"initial_state": None},
-        {"output_final_state": False},
-        {"batch": 1, "cu_seqlens": tensor(2, dtype=torch.int32)},
-        {"batch": 1, "cu_seqlens": tensor(6, dtype=torch.int64), "initial_state": None},
-        {"batch": 1, "tokens": 0, "cu_seqlens": tensor(3, dtype=torch.int32), "initial_state": None},
-        {"safe_gate": False},
-        {"lower_bound": -5},
-        {"lower_bound": -1e-3},
-        {"scale": 2},
-        {"scale": float("inf")},
-        {"disable_recompute": True},
-        {"cu_seqlens_cpu": torch.tensor([0, 80])},
-        {"max_num_seqs": 7},
-        {"chunk_size": 32},
-        {"A_log": tensor(1, 1, 4, 1, dtype=torch.float32)},
-        {"dt_bias": tensor(4, 128, dtype=torch.float32)},
-        {"A_log": torch.nn.Parameter(tensor(4, dtype=torch.float32))},
-        {"q": tensor(2, 80, 4, 512)[..., 128:256]},
-    ],
-    ids=lambda changes: " ".join(changes) or "prefill",
-)
-def test_accepted(changes):
-    assert decide(**changes) == (True, "accepted", "all rules hold")
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3), (12, 0)])
-def test_accepted_capabilities(capability):
-    assert decide(H200._replace(capability=capability)).accepted
-
-
-def test_grad_mode_alone_does_not_decline():
-    assert decide(TRAINING).accepted
-    assert decide(H200, q=grown(2, 80, 4, 128)).accepted
 
 
 def test_parameters_are_those_of_the_installed_fla():
@@ -298,8 +281,9 @@ def test_parameters_are_those_of_the_installed_fla():
 
 
 def test_every_declined_parameter_is_declined_whatever_else_is_passed():
-    for name in eligibility.DECLINED:
-        assert not decide(INFERENCE, **{name: True, "initial_state": None, "output_final_state": False}).accepted, name
+    assert eligibility.DECLINED == {"cp_context"}
+    for value in (True, types.SimpleNamespace(cu_seqlens=tensor(2, dtype=i32))):
+        assert not decide(INFERENCE, batch=1, cp_context=value, initial_state=None, output_final_state=False).accepted
 
 
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", "chunk_size", "transpose_state_layout"])
@@ -344,7 +328,9 @@ def test_no_scale_is_one_over_the_root_of_k():
 
 def test_counts_of_a_call():
     batch = parse((), prefill(batch=3, tokens=5, heads=7))
-    assert (batch.num_sequences, batch.tokens, batch.heads) == (3, 15, 7)
+    assert (batch.num_sequences, batch.tokens, batch.heads, batch.qk_heads) == (3, 15, 7, 7)
+    grouped = parse((), prefill(heads=2, **GROUPED))
+    assert (grouped.heads, grouped.qk_heads) == (4, 2)
     packed = parse((), prefill(batch=1, tokens=50, cu_seqlens=tensor(9, dtype=torch.int32)))
     assert (packed.num_sequences, packed.tokens) == (8, 50)
 

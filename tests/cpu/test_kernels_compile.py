@@ -17,31 +17,55 @@ SPILLED = dict.fromkeys(
     [("sm_100a", "robust", 128), ("sm_103a", "robust", 128), ("sm_120a", "robust", 128), ("sm_120a", "exact", 128)], 64
 )
 
-PLANS = [(arithmetic, bv) for arithmetic in ("exact", "robust") for bv in planning.BV_CHOICES]
 STATES = (None, "fp32", "bf16")
+DTYPES = ("fp32", "bf16")
+CU_DTYPES = (None, "int32", "int64")
+BOTH = (False, True)
+
+
+def exact_variants():
+    names = ("bv", "initial", "final", "cu_dtype", "segmented")
+    rows = itertools.product(planning.BV_CHOICES, STATES, STATES, CU_DTYPES, BOTH)
+    return [dict(zip(names, row), arithmetic="exact") for row in compiling.pairwise(list(rows))]
+
+
+def inputs():
+    """What the prepare kernel alone depends on."""
+    names = ("gate", "gate_dtype", "a_log", "dt_bias", "beta", "beta_dtype", "l2norm")
+    optional = (None, *DTYPES)
+    betas = ("sigmoid", "twice", "given")
+    rows = [
+        row
+        for row in itertools.product(("bounded", "softplus", "given"), DTYPES, optional, optional, betas, DTYPES, BOTH)
+        if not (row[0] == "softplus" and row[2] is None) and (row[0] != "given" or (row[2], row[3]) == (None, None))
+    ]
+    return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
+
+
+def robust_variants():
+    """Every value of an option meets every value of every other that the same kernel depends on."""
+    names = ("bv", "initial", "final", "cu_dtype", "segmented", "state_v_first", "state_chunk")
+    rows = itertools.product(planning.BV_CHOICES, STATES, STATES, CU_DTYPES, BOTH, BOTH, (None, 64, 32))
+    recurrences = [dict(zip(names, row)) for row in compiling.pairwise(list(rows))]
+    prepares = [{}, *inputs()]  # the first: FlashKDA's call
+    chosen = []
+    for k in range(max(len(recurrences), len(prepares))):
+        options = recurrences[k % len(recurrences)] | prepares[k % len(prepares)]
+        chunk = options.pop("state_chunk")
+        chosen.append(options | {"arithmetic": "robust", "states": chunk is not None, "state_chunk": chunk or 64})
+    return chosen
 
 
 def variants():
-    """Every value of an option meets every value of every other; robust takes no bf16 states."""
-    names = ("plan", "initial", "final", "cu_dtype", "segmented")
-    candidates = [
-        row
-        for row in itertools.product(PLANS, STATES, STATES, (None, "int32", "int64"), (False, True))
-        if row[0][0] == "exact" or "bf16" not in row
-    ]
-    chosen = [dict(zip(names, row)) for row in compiling.pairwise(candidates)]
-    for options in chosen:
-        arithmetic, bv = options.pop("plan")
-        options.update(arithmetic=arithmetic, bv=bv, warps=planning.warps(arithmetic, bv))
-    return chosen
+    chosen = exact_variants() + robust_variants()
+    return [options | {"warps": planning.warps(options["arithmetic"], options["bv"])} for options in chosen]
 
 
 VARIANTS = variants()
 
 
 def label(options):
-    values = (options[name] for name in ("arithmetic", "bv", "initial", "final", "cu_dtype", "segmented"))
-    return "-".join(str(value).lower() for value in values)
+    return "-".join(str(value).lower() for value in options.values())
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +94,23 @@ def test_compiled_variant(compiled):
     kernels, smem = report["kernels"], report["smem_bytes"]
     assert set(kernels) == set(smem) == {"PrepareChunk16", "RecurrenceSplit"}
     assert max(smem.values()) <= SMEM_LIMIT[arch] * 1024
-    check_prepare(kernels["PrepareChunk16"], smem["PrepareChunk16"], options["arithmetic"], arch)
+    check_prepare(kernels["PrepareChunk16"], smem["PrepareChunk16"], options, arch)
     spilled = SPILLED.get((arch, options["arithmetic"], options["bv"]), 0)
     check_recurrence(kernels["RecurrenceSplit"], options, spilled)
 
 
-def check_prepare(kernel, smem, arithmetic, arch):
+def check_prepare(kernel, smem, options, arch):
     ptx, sass = kernel["ptx"], kernel["sass"]
-    # eight CTAs of 128 threads on an SM: 64 registers a thread, and their shared memory in the SM's 228 KB
-    assert kernel["registers"] <= 64
+    anchored = options.get("gate", "bounded") != "bounded" or not options.get("l2norm", True)
+    # so many CTAs of 128 threads on an SM: their registers, and their shared memory in the SM's 228 KB
+    ctas = 4 if anchored else 8 if options.get("gate_dtype", "bf16") == "bf16" else 6
+    assert kernel["registers"] <= 65536 // (128 * ctas)
     assert no_local_memory(kernel)
     if SMEM_LIMIT[arch] == 227:
-        assert 8 * (smem + 1024) <= 228 * 1024
-    assert ptx[BF16_MMA] == 2 * 8 * 2  # L and scores, each of 8 k-blocks and 2 column tiles
-    neumann = arithmetic == "exact"
+        assert ctas * (smem + 1024) <= 228 * 1024
+    # 8 k-blocks: L and scores, each of 2 column tiles, or one level for each warp
+    assert ptx[BF16_MMA] == (8 if anchored else 2 * 8 * 2)
+    neumann = options["arithmetic"] == "exact"
     assert ptx.get(F16_MMA, 0) == (3 * 2 * 2 if neumann else 0)
     assert ptx.get(MOVMATRIX, 0) == (3 * 2 * 4 if neumann else 0)
     assert sass["HMMA"] == ptx[BF16_MMA] + ptx.get(F16_MMA, 0)  # no other shape: the bits depend on it
@@ -100,8 +127,18 @@ def check_recurrence(kernel, options, spilled):
         assert no_local_memory(kernel)
     assert ptx[BF16_MMA] == sass["HMMA"] == tiles * (8 + 8 + 1 + 8 + 1)  # P, O, U, dS, scores U
     assert ptx[MOVMATRIX] == tiles * (16 + 16 + 2 + 2)  # the state before the loop and in it, u, U
+    rows_of_out = 2 if tiles == 1 else 0  # wider ones are vectors
+    states = tiles * 16 if options.get("states") else 0
+    assert ptx.get("st.global.b32", 0) == rows_of_out + states
     assert ptx[BULK_LOAD] == 1
     assert ptx["griddepcontrol.wait"] == 1
+
+
+@pytest.mark.parametrize("options", [{"gate": "softplus"}, {"l2norm": False}, {"state_v_first": False}, {"states": True}],
+                         ids=lambda options: next(iter(options)))  # fmt: skip
+def test_the_exact_arithmetic_takes_no_other_call(options, tmp_path):
+    with pytest.raises(AssertionError, match="the exact arithmetic takes FlashKDA's call only"):
+        compiling.reports("column_split", "sm_90a", [options], tmp_path)
 
 
 BF16_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"

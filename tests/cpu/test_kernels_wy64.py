@@ -8,14 +8,38 @@ import pytest
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
 SMEM_LIMIT = 227 * 1024  # bytes a CTA may use
+SMEM_OF_SM = 228 * 1024  # of which every CTA takes 1 KB for itself
 STATES = (None, "fp32", "bf16")
-NAMES = ("overlap", "replay", "segmented", "initial", "final", "cu_dtype", "state_v_first")
-CANDIDATES = [
-    row
-    for row in itertools.product(*[(False, True)] * 3, STATES, STATES, (None, "int32", "int64"), (True, False))
-    if not (row[2] and (row[0] or row[1]))
-]
-VARIANTS = [dict(zip(NAMES, row)) for row in compiling.pairwise(CANDIDATES)]
+CU_DTYPES = (None, "int32", "int64")
+DTYPES = ("fp32", "bf16")
+BOTH = (False, True)
+
+
+def chains():
+    """What the chain depends on."""
+    names = ("overlap", "replay", "segmented", "initial", "final", "cu_dtype", "state_v_first", "states")
+    rows = [
+        row
+        for row in itertools.product(BOTH, BOTH, BOTH, STATES, STATES, CU_DTYPES, BOTH, BOTH)
+        if not (row[1] and (row[2] or row[7])) and not (row[0] and row[2])
+    ]  # fmt: skip
+    return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
+
+
+def prepares():
+    """What the prepare kernel depends on, but for an initial state or segments."""
+    names = ("overlap", "gate", "gate_dtype", "l2norm", "cu_dtype", "beta", "beta_dtype", "a_log", "dt_bias")
+    parameters = (None, *DTYPES)
+    rows = [
+        row
+        for row in itertools.product(BOTH, ("bounded", "softplus", "given"), DTYPES, BOTH, CU_DTYPES,
+                                     ("sigmoid", "twice", "given"), DTYPES, parameters, parameters)
+        if not (row[1] == "softplus" and row[7] is None) and (row[1] != "given" or row[7:] == (None, None))
+    ]  # fmt: skip
+    return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
+
+
+VARIANTS = [{}, *chains(), *prepares()]
 
 # HGMMA, ARRIVE, DEPBAR. Of a link with outputs: V', Q S, the update, A V'; of a first link from state zero: the update,
 # A V'; of the spine: before its loop, in it, after it. ARRIVE and DEPBAR are the groups and waits as written: one more of
@@ -24,6 +48,10 @@ LINK = (8 + 8 + 8 + 4, 3, 4)
 FIRST_LINK = (8 + 4, 1, 1)
 SPINE = (8 + (8 + 8) + 8, 1 + 3 + 1, 1 + 3 + 2)
 STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies a lane, by state_v_first: rows of half a state
+# of prepare, by whether the gate is bounded and whether q and k are normalised
+PRODUCTS = {(True, True): 252, (True, False): 236, (False, True): 336, (False, False): 328}
+DEFAULTS = dict(replay=False, segmented=False, initial=None, state_v_first=True, gate="bounded", l2norm=True)
+TENSOR_LOAD = "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
 BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 
@@ -32,13 +60,14 @@ def reports(tmp_path_factory):
     return compiling.reports("wy64", "sm_90a", VARIANTS, tmp_path_factory.mktemp("compile"))
 
 
-@pytest.fixture(params=range(len(VARIANTS)), ids=lambda i: "-".join(str(x).lower() for x in VARIANTS[i].values()))
+@pytest.fixture(params=range(len(VARIANTS)), ids=lambda i: "-".join(str(x).lower() for x in VARIANTS[i].values()) or "default")
 def compiled(request, reports):
     return VARIANTS[request.param], reports[request.param]
 
 
 def test_compiled_variant(compiled):
     options, report = compiled
+    options = DEFAULTS | options
     chain = "ChainReplayWY64" if options["replay"] else "ChainWY64"
     assert report["target"] == "sm_90a"
     kernels, smem = report["kernels"], report["smem_bytes"]
@@ -47,15 +76,21 @@ def test_compiled_variant(compiled):
     for kernel in kernels.values():
         assert kernel["registers"] <= 255
         assert kernel["stack"] == 0 and not {"LDL", "STL"} & set(kernel["sass"])
-    check_prepare(kernels["PrepareWY64"], options)
+    check_prepare(kernels["PrepareWY64"], smem["PrepareWY64"], options)
     check_chain(kernels[chain], options)
 
 
-def check_prepare(kernel, options):
+def check_prepare(kernel, smem, options):
+    sass, ptx = kernel["sass"], kernel["ptx"]
     assert kernel["fenced"]
-    assert kernel["ptx"]["griddepcontrol.launch_dependents"] == 1
-    assert kernel["registers"] <= 128  # two teams of 256 threads on an SM
-    assert kernel["ptx"].get("st.release.gpu.global.b32", 0) == (2 if options["overlap"] else 0)  # in the loop and behind it
+    assert ptx["griddepcontrol.launch_dependents"] == 1
+    # two teams of 256 threads on an SM
+    assert kernel["registers"] <= 128
+    assert (1 if options["overlap"] else 2) * (smem + 1024) <= SMEM_OF_SM
+    assert ptx.get("st.release.gpu.global.b32", 0) == (2 if options["overlap"] else 0)  # in the loop and behind it
+    assert ptx[TENSOR_LOAD] == 3 + 4  # g, q, k before the loop; v, then the next chunk's in it
+    products = sum(count for name, count in ptx.items() if name.startswith("mma.sync"))
+    assert sass["HMMA"] == products == PRODUCTS[options["gate"] == "bounded", options["l2norm"]]
 
 
 def check_chain(kernel, options):

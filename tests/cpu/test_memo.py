@@ -131,6 +131,18 @@ def test_strides_and_addresses_are_looked_at_in_each_call(backend):
     assert len(backend.decided) == 1
 
 
+def test_the_host_copy_of_cu_seqlens_is_read_in_each_call(backend):
+    """A fingerprint has no values: how many intermediate states there are is counted anew."""
+    arguments = prefill(device="cpu", batch=1, tokens=200, initial_state=None, return_intermediate_states=True)
+    arguments["cu_seqlens"] = tensor(3, dtype=torch.int64, device="cpu")
+    for offsets, chunks in (([0, 64, 200], 4), ([0, 1, 200], 5), ([0, 200, 200], 4), ([0, 1, 2], 2)):
+        with torch.inference_mode():
+            out, state, states = chunk_kda(**arguments, cu_seqlens_cpu=torch.tensor(offsets))
+        assert states.shape == (1, chunks, 4, 128, 128) and state.shape == (2, 4, 128, 128)
+        assert backend.launched[-1][1][14] == states.data_ptr()
+    assert len(backend.decided) == 1
+
+
 # ---- what a fingerprint holds --------------------------------------------------------------------------------------
 FULL = {
     **{name: tensor(2, 3, 4, 128) for name in "qkvg"},

@@ -143,10 +143,8 @@ def run(inputs, *, setting="exact", final=fp32):
     heads = inputs["q"].shape[2]
     out = torch.full(inputs["v"].shape, float("nan"), dtype=bf16)
     state = None if final is None else torch.full((sequences, heads, 128, 128), float("nan"), dtype=final)
-    names = ("q", "k", "v", "g", "beta", "scale", "A_log", "dt_bias", "lower_bound", "initial_state", "cu_seqlens")
-    q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial, cu_seqlens = (inputs[name] for name in names)
-    plan = plan_of(setting, sequences, heads)
-    op._launch(plan, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial, state, cu_seqlens)
+    call = parse((), kda_inputs.chunk_kda_arguments(inputs))
+    op.into(call, plan_of(setting, sequences, heads), out, state)
     return out, state
 
 
@@ -175,8 +173,8 @@ def test_every_dtype_is_in_the_variant(launched, cu_dtype, state, final):
         "bv": 32,
         "warps": 4,
         "cu_dtype": str(cu_dtype).removeprefix("torch."),
-        "initial": op.STATE_NAMES.get(state),
-        "final": op.STATE_NAMES.get(final),
+        "initial": planning.DTYPE_NAMES.get(state),
+        "final": planning.DTYPE_NAMES.get(final),
         "segmented": False,
     }
 
@@ -190,14 +188,14 @@ def test_every_dtype_is_in_the_variant_of_the_64_token_kernels(launched, state, 
     assert torch.equal(out, out_ref)
     assert (state_out is None and final is None) or torch.equal(state_out, state_ref.to(final))
     (spec, arguments), *more = launched
-    assert more == [] and len(arguments) == 22 and (spec.family, spec.arch) == ("wy64", "sm_90a")
+    assert more == [] and len(arguments) == 34 and (spec.family, spec.arch) == ("wy64", "sm_90a")
     assert dict(spec.options) == {
         "max_ctas": 132,
         "overlap": False,
         "replay": replay,
         "cu_dtype": "int32",
-        "initial": op.STATE_NAMES.get(state),
-        "final": op.STATE_NAMES.get(final),
+        "initial": planning.DTYPE_NAMES.get(state),
+        "final": planning.DTYPE_NAMES.get(final),
         "segmented": False,
     }
 

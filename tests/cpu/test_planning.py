@@ -1,11 +1,17 @@
 """Which kernels a call runs on, and in which variant: family, value columns a CTA, warps, replay, grid."""
 
+from importlib import import_module
+from inspect import signature
+
 import pytest
-from calls import H200, prefill, tensor
+import torch
+from calls import GROUPED, H200, HALVES, INFERENCE, KIMI, SOFTPLUS, UNGATED, prefill, tensor
+from emulated_launch import ARGUMENTS
 
 from fla_kda_backend import planning
 from fla_kda_backend.call import parse
 from fla_kda_backend.compiling import ARCHS
+from fla_kda_backend.compiling.spec import FAMILIES
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "robust"])
@@ -132,3 +138,99 @@ def test_neither_overlap_nor_replay_in_segments():
     assert planning.wy64(150_000, 1, 12, 132, False).params == {"max_ctas": 132, "overlap": True, "replay": True, "grid": 132}
     params = planning.wy64(170_000, 1, 12, 132, False).params  # more than WORKSPACE_LIMIT
     assert not params["overlap"] and not params["replay"]
+
+
+# ---- what the call asks for ------------------------------------------------------------------------------------------
+f32 = torch.float32
+VARIANTS = [
+    ({}, {}),
+    ({"safe_gate": False}, {}),
+    ({"chunk_size": 32, "use_graph": True, "disable_recompute": True}, {}),  # which change nothing
+    (SOFTPLUS, {"gate": "softplus"}),
+    ({**SOFTPLUS, "A_log": tensor(4), "dt_bias": None}, {"gate": "softplus", "a_log": "bf16", "dt_bias": None}),
+    ({"A_log": None}, {"a_log": None}),
+    ({"dt_bias": tensor(512), "A_log": tensor(1, 1, 4, 1, dtype=f32)}, {"dt_bias": "bf16"}),
+    (UNGATED, {"gate": "given", "a_log": None, "dt_bias": None}),  # lower_bound, A_log and dt_bias are ignored
+    ({"g": tensor(2, 80, 4, 128, dtype=f32)}, {"gate_dtype": "fp32"}),
+    ({"beta": tensor(2, 80, 4, dtype=f32)}, {"beta_dtype": "fp32"}),
+    ({"allow_neg_eigval": True}, {"beta": "twice"}),
+    ({"use_beta_sigmoid_in_kernel": False}, {"beta": "given"}),
+    ({"use_qk_l2norm_in_kernel": False}, {"l2norm": False}),
+    ({"state_v_first": 0}, {"state_v_first": False}),
+    ({"return_intermediate_states": True}, {"states": True}),
+    (KIMI, {"gate": "given", "gate_dtype": "fp32", "a_log": None, "dt_bias": None, "beta": "given", "beta_dtype": "fp32",
+            "state_v_first": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, variant", VARIANTS)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_variant_of_a_call(capability, changes, variant):
+    call = parse((), prefill(**changes))
+    plan = planning.plan(call, INFERENCE._replace(capability=capability))
+    assert plan.kernel == ("wy64" if capability == (9, 0) else "column_split") and plan.reason == ""
+    assert {name: plan.params[name] for name in planning.FLASHKDA.keys() & plan.params} == variant
+    assert plan.params.get("arithmetic", "robust") == "robust"
+    assert all(type(value) is type(planning.FLASHKDA[name]) or value is None for name, value in variant.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_and_arguments_are_those_of_the_kernels(family):
+    """A variant is named by what differs from the defaults; arguments are told apart by their places."""
+    pytest.importorskip("cutlass")
+    module, name = FAMILIES[family]
+    kernel = getattr(import_module(module), name)
+    defaults = {key: parameter.default for key, parameter in signature(kernel.__init__).parameters.items()}
+    assert {key: defaults[key] for key in planning.FLASHKDA} == planning.FLASHKDA
+    assert defaults.get("state_chunk", 64) == 64
+    assert tuple(signature(kernel.__call__).parameters)[1:] == ARGUMENTS[family]
+    addresses = len(ARGUMENTS[family]) - 9  # and strides
+    assert kernel.arguments == "l" * addresses + "ff" + "i" * 6  # and the stream
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_states_of_32_tokens_are_the_column_splits(capability):
+    """The 64-token kernels pass every other of them by."""
+    facts = INFERENCE._replace(capability=capability)
+    call = parse((), prefill(**HALVES, chunk_size=32))
+    plan = planning.plan(call, facts)
+    assert plan == planning.column_split("robust", 2, 4, 132, {"states": True, "state_chunk": 32})
+    assert plan.params["state_chunk"] == 32 and plan.params["arithmetic"] == "robust"
+    assert "state_chunk" not in planning.plan(parse((), prefill(**HALVES)), facts).params
+
+
+def test_states_leave_nothing_to_replay():
+    for states in (False, True):
+        call = parse((), prefill(batch=1, tokens=8192, heads=2, return_intermediate_states=states))
+        assert planning.plan(call, INFERENCE).params["replay"] == (not states)
+
+
+def test_grouped_values_count_by_value_heads():
+    call = parse((), prefill(heads=1, **GROUPED))
+    assert planning.plan(call, H200) == planning.wy64(160, 2, 4, 132)
+    assert planning.plan(call, H200._replace(capability=(10, 0))) == planning.column_split("robust", 2, 4, 132)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("changes, reason", [
+    (SOFTPLUS, "gate=softplus"),
+    ({"A_log": None}, "a_log=None"),
+    (KIMI, "gate=given"),
+    ({"state_v_first": False}, "state_v_first=False"),
+    ({"heads": 2, **GROUPED}, "HV=4, H=2"),
+    ({"return_intermediate_states": True, "chunk_size": 32}, "states=True"),
+])  # fmt: skip
+def test_exact_mode_says_what_it_leaves_to_the_auto_kernels(capability, changes, reason):
+    call, facts = parse((), prefill(**changes)), INFERENCE._replace(capability=capability)
+    plan = planning.plan(call, facts._replace(mode="exact"))
+    assert plan.reason == f"exact mode runs FlashKDA's own call alone; this one runs on the auto kernels: {reason}"
+    assert plan.should_run and plan._replace(reason="") == planning.plan(call, facts)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"safe_gate": False}, {"use_graph": True}, {"chunk_size": 32}, {"A_log": tensor(1, 1, 4, 1, dtype=f32)},
+    {"initial_state": None, "output_final_state": False},
+])  # fmt: skip
+def test_flashkdas_own_call_in_exact_mode(changes):
+    plan = planning.plan(parse((), prefill(**changes)), H200._replace(mode="exact"))
+    assert plan == planning.column_split("exact", 2, 4, 132)

@@ -123,6 +123,47 @@ def test_packed_sequences_equal_separate_calls():
     assert torch.equal(state[0], before[0]) and torch.equal(state[2], before[2])
 
 
+@pytest.mark.parametrize("chunk_size", [32, 64])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_intermediate_states_are_those_before_each_chunk(v_first, chunk_size):
+    inputs = inputs_of(tokens=100, dim_v=32, value_heads=4)
+    if v_first:
+        inputs["initial_state"] = inputs["initial_state"].mT
+    flags = {"state_v_first": v_first, "return_intermediate_states": True, "chunk_size": chunk_size}
+    out, state, states = gold.forward(**inputs, **flags)
+    plain = gold.forward(**inputs, state_v_first=v_first)
+    assert torch.equal(out, plain[0]) and torch.equal(state, plain[1])
+    assert states.shape == (2, -(-100 // chunk_size), 4, 32, 32)
+    for chunk in range(states.shape[1]):
+        before = gold.forward(**cut(inputs, 0, chunk * chunk_size), state_v_first=v_first)[1]
+        assert torch.equal(states[:, chunk], before)
+
+
+def test_intermediate_states_of_packed_sequences_follow_each_other():
+    ends = [0, 0, 5, 70, 70, 150]
+    inputs = inputs_of(batch=1, tokens=150, sequences=5)
+    _, _, states = gold.forward(**inputs, cu_seqlens=torch.tensor(ends), return_intermediate_states=True)
+    each = []
+    for n, (first, end) in enumerate(zip(ends[:-1], ends[1:])):
+        part = cut(inputs, first, end, initial_state=inputs["initial_state"][n : n + 1])
+        each.append(gold.forward(**part, return_intermediate_states=True)[2])
+    assert states.shape == (1, 5, 2, 32, 24) and torch.allclose(states, torch.cat(each, 1), rtol=0, atol=1e-12)
+
+
+def test_what_only_the_gate_reads_is_ignored_without_it():
+    inputs = inputs_of()
+    ignored = {"lower_bound": -5.0, "A_log": torch.ones(7), "dt_bias": torch.ones(3), "safe_gate": True}
+    assert torch.equal(gold.forward(**inputs, **ignored)[0], gold.forward(**inputs)[0])
+
+
+def test_the_flags_of_a_graph_change_nothing():
+    inputs = inputs_of(batch=1, sequences=2)
+    offsets = torch.tensor([0, 48, 48])
+    plain = gold.forward(**inputs, cu_seqlens=offsets)
+    padded = gold.forward(**inputs, cu_seqlens=offsets, cu_seqlens_cpu=offsets, use_graph=True, max_num_seqs=2)
+    assert all(torch.equal(a, b) for a, b in zip(padded, plain))
+
+
 def test_no_tokens_at_all():
     inputs = inputs_of(tokens=0, batch=1, sequences=2) | {"initial_state": None}
     out, state = gold.forward(**inputs, cu_seqlens=torch.tensor([0, 0, 0]))

@@ -1,6 +1,7 @@
 """Run the kernels under a plan of the test's choice, and what their results are compared with."""
 
 import contextlib
+import sys
 import time
 
 import pytest
@@ -10,10 +11,8 @@ from gpu import specs
 from kda_inputs import ROBUST, chunk_kda_arguments
 
 from fla_kda_backend import dispatch_log, op, planning
+from fla_kda_backend.call import parse
 from fla_kda_backend.reference import exact, gold
-
-ARGUMENTS = ("q", "k", "v", "g", "beta", "scale", "out", "A_log", "dt_bias", "lower_bound", "initial_state", "final_state",
-             "cu_seqlens")  # fmt: skip
 
 WY64_LIMITS = 7e-3, 6e-3  # errors of output and state on random inputs; a wrong result is off by 0.1 and more
 
@@ -65,9 +64,8 @@ def auto_plan(inputs):
 
 def under(plan, inputs, final):
     out, state = outputs(inputs, final)
-    call = inputs | {"out": out, "final_state": state}
     with scratch_is_nan():
-        op._launch(plan, *(call[name] for name in ARGUMENTS))
+        op.into(parse((), chunk_kda_arguments(inputs)), plan, out, state)
     return out, state
 
 
@@ -92,14 +90,49 @@ def precise(inputs):
 
 def triton(inputs, monkeypatch):
     """What FLA's Triton kernels give."""
+    return on_triton(chunk_kda_arguments(inputs), monkeypatch)
+
+
+# ---- chunk_kda -----------------------------------------------------------------------------------------------------------
+def on_triton(call, monkeypatch):
+    """chunk_kda(**call) on FLA's Triton kernels."""
     from fla.ops.kda import chunk_kda
 
-    monkeypatch.setenv("FLA_KDA_CUTE", "0")
-    monkeypatch.setenv("FLA_FLASH_KDA", "0")
-    with torch.no_grad(), dispatch_log.capture() as seen:
-        result = chunk_kda(**chunk_kda_arguments(inputs))
+    with monkeypatch.context() as patched:
+        patched.setenv("FLA_KDA_CUTE", "0")
+        patched.setenv("FLA_FLASH_KDA", "0")
+        with torch.inference_mode(), dispatch_log.capture() as seen:
+            result = chunk_kda(**call)
     assert not seen
     return result
+
+
+def here(call, kernel="wy64"):
+    """chunk_kda(**call) on the kernels of a family; anything else raises. To be called in strict mode."""
+    from fla.ops.kda import chunk_kda
+
+    with torch.inference_mode(), scratch_is_nan(), dispatch_log.capture() as seen:
+        result = chunk_kda(**call)
+    assert [(record.outcome, record.kernel) for record in seen] == [(dispatch_log.ACCEPTED, kernel)]
+    return result
+
+
+def untuned(monkeypatch):
+    """FLA's Triton kernels, each in the first of its configurations.
+
+    Tuning would take minutes, since every dtype and every tensor left out is tuned for anew. No configuration is another
+    arithmetic, and which one is the fastest changes with the day.
+    """
+    import fla.ops.kda  # noqa: F401
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import KernelInterface
+
+    for name, module in list(sys.modules.items()):
+        for kernel in list(vars(module).values()) if name.startswith("fla.") else ():
+            while isinstance(kernel, KernelInterface) and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None)
+            if isinstance(kernel, Autotuner):
+                monkeypatch.setattr(kernel, "configs", kernel.configs[:1])
 
 
 def beside_triton(setting, inputs, monkeypatch, record_property):

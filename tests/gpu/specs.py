@@ -7,7 +7,13 @@ machine FLA_KDA_CUTE_CACHE_DIR=FOLDER finds them. Tests take their parameters fr
 """
 
 import sys
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the tables lie, for who runs this file
+
+import call_table
+import covering
 
 from fla_kda_backend import planning
 from fla_kda_backend.compiling import KernelSpec, builder
@@ -77,6 +83,17 @@ WY64_REPLAY = (STANDARD, PACKED, PACKED32, NO_INITIAL, Kinds("fp32", None, None)
 WY64_OVERLAP = (STANDARD, NO_INITIAL, Kinds("fp32", None, None), PACKED, NO_INITIAL._replace(cu_dtype="int64"))
 WY64_SEGMENTED = (STANDARD, PACKED, NO_INITIAL, Kinds("bf16", "bf16", "int64"))
 
+# every kind of call: on the 64-token kernels, and, as on GPUs without them, on the column split; with intermediate states
+ROBUST_KINDS = [
+    call_table.Kind(**row) for row in covering.rows(call_table.ARITHMETIC | call_table.STORAGE, 2, call_table.allowed)
+]
+BY_NAME = (*call_table.BY_GATE.values(), call_table.KIMI)
+STATES = tuple(
+    kind._replace(states=True)
+    for kind in (call_table.FLASHKDA, call_table.SOFTPLUS._replace(cu_dtype="int32"), call_table.KIMI)
+)
+REPLAYED = (call_table.SOFTPLUS, call_table.KIMI)
+
 
 def options_of(setting, bv):
     """Family of a setting, and those of its options that a plan decides; bv counts for the column split alone."""
@@ -91,6 +108,24 @@ def variant(setting, bv, kinds, segmented=False):
     return KernelSpec.of(family, "sm_90a", **options, segmented=segmented, **kinds._asdict())
 
 
+def variant_of(kind, setting="wy64", **options):
+    """The spec of a kind of call_table, in a setting and with more options of the plan."""
+    family, own = options_of(setting, 32)
+    fields = kind._asdict()
+    storage = {name: fields.pop(name) for name in Kinds._fields}
+    other = {name: value for name, value in fields.items() if value != planning.FLASHKDA[name]}
+    return KernelSpec.of(family, "sm_90a", **own, **storage, segmented=False, **other, **options)
+
+
+def specs_of_calls():
+    """Those that test_calls.py launches."""
+    stateless = (kind._replace(states=False) for kind in STATES)
+    found = [variant_of(kind) for kind in (*call_table.KINDS, *BY_NAME, *STATES, *stateless)]
+    found += [variant_of(kind, "wy64 replay") for kind in REPLAYED]
+    found += [variant_of(kind, "robust") for kind in (*ROBUST_KINDS, *STATES)]
+    return found + [variant_of(kind, "robust", state_chunk=32) for kind in STATES]
+
+
 def needed_specs():
     rows = [("exact", bv, kinds) for bv in BVS for kinds in GOLDEN]
     rows += [("robust", bv, kinds) for bv in BVS for kinds in (STANDARD, PACKED)]
@@ -100,7 +135,7 @@ def needed_specs():
     rows += [(setting, None, kinds) for setting in OVERLAP for kinds in WY64_OVERLAP]
     in_segments = (*SEGMENTED, *(("wy64", None, kinds) for kinds in WY64_SEGMENTED))
     specs = [variant(*row) for row in rows] + [variant(*row, segmented=True) for row in in_segments]
-    return list(dict.fromkeys(specs))
+    return list(dict.fromkeys([*specs, *specs_of_calls()]))
 
 
 def main(folder, part="0", parts="1"):

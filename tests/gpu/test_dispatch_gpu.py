@@ -93,16 +93,29 @@ def test_off_runs_triton_and_logs_nothing(device, monkeypatch):
     assert close(result, precise(inputs))
 
 
-@pytest.mark.parametrize("changes, code", [
-    ({"allow_neg_eigval": True}, "neg_eigval"),
+def test_exact_mode_leaves_other_calls_to_the_auto_kernels(device, monkeypatch):
+    monkeypatch.setenv("FLA_KDA_CUTE_MODE", "exact")
+    inputs = random_inputs(500, HEADS, device=device)
+    result, names, (record,) = call(inputs, safe_gate=False, lower_bound=None)
+    assert ran_here(names, AUTO), names
+    assert record.message.endswith("this one runs on the auto kernels: gate=softplus")
+    arguments = chunk_kda_arguments(inputs, safe_gate=False, lower_bound=None)
+    assert close(result, gold.forward(**arguments))
+
+
+DECLINED = [
     ({"a_keyword_of_the_future": 1}, "unknown_argument"),
-])  # fmt: skip
+    ({"safe_gate": False, "lower_bound": -6.0}, "lower_bound"),  # which FLA takes where nobody calls the gate safe
+]
+
+
+@pytest.mark.parametrize("changes, code", DECLINED)
 def test_a_declined_call_runs_on_triton(changes, code, device):
     inputs = random_inputs(500, HEADS, device=device)
     result, names, (record,) = call(inputs, **changes)
     assert ran_on_triton(names), names
     assert (record.outcome, record.code, record.kernel) == (dispatch_log.DECLINED, code, None)
-    known = {name: value for name, value in changes.items() if name == "allow_neg_eigval"}
+    known = {name: value for name, value in changes.items() if name == "lower_bound"}
     assert close(result, gold.forward(**chunk_kda_arguments(inputs, **known)), 2e-2)
 
 
@@ -114,11 +127,11 @@ def test_training_runs_on_triton(device):
     assert out.requires_grad and [record.code for record in seen] == ["no_grad"]
 
 
-@pytest.mark.parametrize("changes", [{"allow_neg_eigval": True}, {"a_keyword_of_the_future": 1}])
-def test_strict_raises_for_a_declined_call(changes, device, monkeypatch):
+@pytest.mark.parametrize("changes, code", DECLINED)
+def test_strict_raises_for_a_declined_call(changes, code, device, monkeypatch):
     monkeypatch.setenv("FLA_KDA_CUTE_STRICT", "1")
     inputs = random_inputs(64, HEADS, device=device)
-    with dispatch_log.capture() as seen, pytest.raises(StrictModeError, match="kda_cute declines"):
+    with dispatch_log.capture() as seen, pytest.raises(StrictModeError, match=f"kda_cute declines: {code}"):
         chunk_kda(**chunk_kda_arguments(inputs, **changes))
     assert [record.outcome for record in seen] == [dispatch_log.DECLINED]
     assert ran_here(call(inputs)[1], AUTO)
@@ -181,7 +194,7 @@ def test_flags_without_effect(safe_gate, wanted, device):
     inputs = random_inputs(100, HEADS, device=device)
     reference = chunk_kda(**chunk_kda_arguments(inputs))
     with torch.inference_mode(), dispatch_log.capture() as seen:
-        changes = {"safe_gate": safe_gate, "output_final_state": wanted, "disable_recompute": True}
+        changes = {"safe_gate": safe_gate, "output_final_state": wanted, "disable_recompute": True, "chunk_size": 32}
         out, state = chunk_kda(**chunk_kda_arguments(inputs, **changes))
     assert [record.outcome for record in seen] == [dispatch_log.ACCEPTED]
     assert torch.equal(out, reference[0])
@@ -192,7 +205,7 @@ def test_log_file(device, monkeypatch, tmp_path):
     path = tmp_path / "decisions.jsonl"
     monkeypatch.setenv("FLA_KDA_CUTE_LOG", str(path))
     inputs = random_inputs(100, HEADS, device=device)
-    for changes in ({}, {}, {"allow_neg_eigval": True}):
+    for changes in ({}, {}, {"a_keyword_of_the_future": 1}):
         chunk_kda(**chunk_kda_arguments(inputs, **changes))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["outcome"] for line in lines] == ["accepted", "accepted", "declined"]

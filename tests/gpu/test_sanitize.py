@@ -3,14 +3,18 @@
 compute-sanitizer --tool memcheck|racecheck|synccheck python -m pytest -m sanitize tests/gpu
 """
 
+import call_table
 import pytest
 import torch
+from calls import INFERENCE
 from gpu import specs
 from gpu.launching import errors, precise, run
+from kda_calls import call_of
 from kda_inputs import ROBUST, random_inputs
 
-from fla_kda_backend import op
-from fla_kda_backend.reference import exact
+from fla_kda_backend import op, planning
+from fla_kda_backend.call import parse
+from fla_kda_backend.reference import exact, gold
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
 
@@ -49,6 +53,30 @@ def test_replay(name, device):
 @pytest.mark.parametrize("setting", specs.OVERLAP)
 def test_overlap(name, setting, device):
     compare((CASES | LONG)[name], setting, None, device)
+
+
+@pytest.mark.parametrize(
+    "kind", [call_table.FLASHKDA, call_table.SOFTPLUS, call_table.KIMI], ids=["flashkda", "softplus", "kimi"]
+)
+@pytest.mark.parametrize("layout", ["fused", "transposed"])
+def test_kinds(layout, kind, device):
+    """Strides, grouped values, gates without a bound, K-first states."""
+    compare_call(call_table.Case(kind, "steep", 17, 64, layout, heads=4), device)
+
+
+@pytest.mark.parametrize("chunk_size", [64, 32])
+@pytest.mark.parametrize("kind", specs.STATES, ids=lambda kind: kind.name)
+def test_intermediate_states(kind, chunk_size, device):
+    compare_call(call_table.Case(kind, "normal", 17, 64), device, chunk_size=chunk_size)
+
+
+def compare_call(case, device, **changes):
+    """A call under the plan of the auto mode."""
+    call = call_of(case, device, **changes)
+    parsed = parse((), call)
+    found = [x.cpu() for x in op.run(parsed, planning.plan(parsed, INFERENCE))]
+    reference = gold.forward(**{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in call.items()})
+    assert all(x.isfinite().all() for x in found) and all(error < 1e-2 for error in errors(found, reference))
 
 
 def compare(case, setting, bv, device):

@@ -49,6 +49,14 @@ class ChainTransfers:
         return stage, phase
 
     @cute.jit
+    def before(self, out_stage):
+        """The output stage before this one."""
+        last = out_stage - 1
+        if out_stage == 0:
+            last = Int32(self.output_stages - 1)
+        return last
+
+    @cute.jit
     def clear_above_diagonal(self, tid, sm):
         """The blocks of A that no copy touches."""
         for s in cutlass.range_constexpr(self.output_stages):

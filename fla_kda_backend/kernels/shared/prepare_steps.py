@@ -8,14 +8,12 @@ accumulator of a 16 x 16 block is [column half n][row half r, column e], as A fr
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 from fla_kda_backend.kernels.shared import ptx
 from fla_kda_backend.kernels.shared.record64 import A_BYTES, BANDS, DECAY_AT, a_block
 
 LOG2E = 1.4426950408889634
-GATE_ONE = 8192.0  # y is summed in fp16 times 2^13: |y| < 8 fills the range, 2^-30 is still normal
-GATE_UNIT = 0x0800  # 2^-13 in fp16
 
 # Shared memory, bytes. First four tiles of 64 rows x 128 channels as in the record.
 TILE_BYTES = 16384
@@ -30,9 +28,9 @@ K_NEXT = TABLES + 8704  # k_next as A fragments, [4 bands][8 steps][32 lanes][16
 A_TILE = K_NEXT + 16384
 DIAGONAL = A_TILE + A_BYTES  # per band: half 0's sums of M and of A, 1 KB each; then M^T, then T in fp16 | T diag(beta)
 A_SUMS = DIAGONAL + 8192  # of the blocks below the diagonal, half 0's sums of A, 1 KB each
-SQUARES = A_SUMS  # before the images: sums of squares of q, k, [2][64 rows][2 halves]
-BIAS = A_SUMS + 6144  # dt_bias * rate, fp32 [128]
-RATE = BIAS + 512  # -exp(A_log) * log2(e)
+SQUARES = A_SUMS  # before the images: sums of squares of q, of k, and of q * k, [3][64 rows][2 halves]
+BIAS = A_SUMS + 6144  # gates.py: dt_bias times a factor, fp32 [128]
+RATE = BIAS + 512  # exp(A_log) times a factor
 TILES_BYTES = RATE + 128
 
 
@@ -67,46 +65,9 @@ def _product_split(a, b):
 
 
 class PrepareSteps:
-    """A kernel inherits it."""
+    """A kernel inherits it. l2norm: its compile-time fact."""
 
-    # ---- gate and norms --------------------------------------------------------------------------------------------
-    def decay_sums(self, smem, at, gate_scale, rows_band, half, lane):
-        """l of the warp's rows as accumulators [8 tiles of 8 channels][4]. Rows past the end weigh 0 in the sum."""
-        group, column = lane >> 2, 2 * (lane & 3)
-
-        def ones(limit):  # a pair of columns of the triangle
-            low = ptx.less_b32(column, limit, GATE_UNIT, 0)
-            return low | ptx.less_b32(column + 1, limit, GATE_UNIT << 16, 0)
-
-        def least(x, y):
-            return ptx.less_b32(x, y, x, y)
-
-        triangle = [ones(least(group + 1, rows_band)), ones(rows_band), Int32(0), ones(least(group + 1, rows_band - 8))]
-        rate = ptx.lds_f32(smem + RATE)
-        bias = [ptx.lds_f32(smem + BIAS + half * 256 + (8 * n + group) * 4) for n in range(8)]
-        over_scale = ptx.rcp(gate_scale * Float32(GATE_ONE))
-        sums = []
-        for kk in range(4):
-            words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
-            for n in range(2):
-                pairs = []
-                for j in range(2):
-                    y = []
-                    for x in ptx.unpack_bf16x2(words[2 * n + j]):
-                        e = ptx.ex2(ptx.fma(x, rate, bias[2 * kk + n]))
-                        y.append(ptx.rcp(ptx.fma(e, over_scale, over_scale)))
-                    pairs.append(ptx.pack_f16x2(*y))
-                sums.append(ptx.mma_f16(triangle, pairs, [Float32(0.0)] * 4))
-        return sums
-
-    @cute.jit
-    def store_band_sum(self, smem, sums, band, half, lane):
-        """Row 15 of l is t[band]."""
-        if lane >= 28:
-            for n in cutlass.range_constexpr(8):
-                where = smem + BAND_SUM + band * 512 + half * 256 + n * 32 + (lane & 3) * 8
-                ptx.sts_v2_f32(where, sums[n][2], sums[n][3])
-
+    # ---- norms and factors -----------------------------------------------------------------------------------------
     @cute.jit
     def squares(self, smem, at, band, half, lane, table: cutlass.Constexpr):
         """Sums of squares of the warp's rows over its 64 channels: the diagonal of x x^T."""
@@ -123,7 +84,9 @@ class PrepareSteps:
             ptx.sts_f32(where + 64, ptx.less_f32(0, odd, c1[3], c1[2]))
 
     def norms(self, smem, band, group, table):
-        """1 / norm of two rows."""
+        """Factors of two rows: 1 / norm."""
+        if not self.l2norm:
+            return [Float32(1.0)] * 2
         sums = [ptx.lds_v2_f32(smem + SQUARES + table + (16 * band + group + 8 * r) * 8) for r in range(2)]
         return [ptx.rsqrt(low + high + Float32(1e-6)) for low, high in sums]
 

@@ -55,6 +55,14 @@ def instruction(text, results, operands, *, volatile, doc):
 ex2 = instruction(
     "ex2.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="2**x, ex2.approx.ftz; any x, denormals to 0."
 )
+ex2_negative = instruction(
+    "{ .reg .f32 a; abs.f32 a, $1; neg.f32 a, a; ex2.approx.ftz.f32 $0, a; }",
+    "f",
+    "f",
+    volatile=False,
+    doc="2**-|x|, ex2.approx.ftz.",
+)
+maximum = instruction("max.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="The larger of x and y, max.ftz.")
 tanh = instruction("tanh.approx.f32 $0, $1;", "f", "f", volatile=False, doc="tanh(x), tanh.approx; any x.")
 rsqrt = instruction("rsqrt.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="x**-0.5, rsqrt.approx.ftz; x > 0.")
 rcp = instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="1/x, rcp.approx.ftz; x != 0.")
@@ -82,6 +90,9 @@ sub = instruction(
     volatile=False,
     doc="a-b, rounded by itself (never contracted), sub.rn.ftz.",
 )
+max_nan = instruction("max.NaN.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="The larger; NaN if either is NaN.")
+absolute = instruction("abs.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="|x|.")
+as_f32 = instruction("mov.b32 $0, $1;", "f", "r", volatile=False, doc="The fp32 with these bits.")
 less_f32 = instruction(
     "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.f32 $0, $3, $4, p; }",
     "f",
@@ -100,6 +111,7 @@ less_b32 = instruction(
 # ---- packed pairs: the low half is the first element --------------------------------------------------------------
 _cvt_bf16x2 = instruction("cvt.rn.bf16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
 _cvt_f16x2 = instruction("cvt.rn.f16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
+_cvt_f16x2_saturated = instruction("cvt.rn.satfinite.f16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
 unpack_bf16x2 = instruction(
     "{ .reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b; }",
     "ff",
@@ -143,6 +155,13 @@ def split_f16x2(low, high):
     lead = pack_f16x2(low, high)
     lead_low, lead_high = unpack_f16x2(lead)
     return lead, pack_f16x2(low - lead_low, high - lead_high)
+
+
+def split_f16x2_saturated(low, high):
+    """split_f16x2 of any fp32: each part ends at the largest fp16, infinities included; NaN stays NaN."""
+    lead = _cvt_f16x2_saturated(high, low)
+    lead_low, lead_high = unpack_f16x2(lead)
+    return lead, _cvt_f16x2_saturated(high - lead_high, low - lead_low)
 
 
 def rest_bf16x2(low, high, lead):
@@ -210,6 +229,13 @@ def _mma_f32(kind):
 
 
 _mma_bf16, _mma_f16 = _mma_f32("bf16"), _mma_f32("f16")
+_mma_f16_k8 = instruction(
+    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
+    "ffff",
+    "rrrffff",
+    volatile=True,
+    doc="",
+)
 _mma_f16_f16 = instruction(
     "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};",
     "rr",
@@ -229,9 +255,34 @@ def mma_f16(a, b, c):
     return _mma_f16(*a, *b, *c)
 
 
+def mma_f16_k8(a, b, c):
+    """c + a.b, m16n8k8, fp16 operands, fp32 accumulator: a 2 registers, b 1, c 4 fp32; returns 4 fp32."""
+    return _mma_f16_k8(*a, b, *c)
+
+
 def mma_f16_f16(a, b, c):
     """c + a.b, m16n8k16, fp16 operands and accumulator: a 4 registers, b 2, c 2; returns 2 registers."""
     return _mma_f16_f16(*a, *b, *c)
+
+
+_shuffle_xor = instruction(
+    "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "r", "rr", volatile=True, doc="The word of lane XOR mask."
+)
+
+
+def transpose_quad(words, place):
+    """Transpose a 4 x 4 matrix of words over the lanes 4q to 4q + 3; `place` is lane % 4. Lane 4q + i gives the words [i]
+    of four columns and gets the four words of column i."""
+    first = [less_b32(place, 2, words[n], words[n + 2]) for n in range(2)]
+    other = [_shuffle_xor(less_b32(place, 2, words[n + 2], words[n]), 2) for n in range(2)]
+    result = []
+    odd = place & 1
+    for row in range(2):  # rows 2 * row and 2 * row + 1 of the two columns that this pair of lanes keeps
+        pairs = [(less_b32(place, 2, first[n], other[n]), less_b32(place, 2, other[n], first[n])) for n in range(2)]
+        kept = less_b32(odd, 1, pairs[0][row], pairs[1][row])
+        swapped = _shuffle_xor(less_b32(odd, 1, pairs[1][row], pairs[0][row]), 1)
+        result += [less_b32(odd, 1, kept, swapped), less_b32(odd, 1, swapped, kept)]
+    return result
 
 
 # ---- shared and global memory by address -------------------------------------------------------------------------
@@ -275,6 +326,9 @@ ldg_nc_b32 = instruction(
 ldg_nc_f32 = instruction(
     "ld.global.nc.f32 $0, [$1];", "f", "l", volatile=True, doc="One fp32 of read-only global memory."
 )
+ldg_nc_v2_b32 = instruction(
+    "ld.global.nc.v2.b32 {$0, $1}, [$2];", "rr", "l", volatile=True, doc="8 aligned bytes of read-only global memory."
+)
 ldg_nc_v4_b32 = instruction(
     "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];",
     "rrrr",
@@ -313,6 +367,9 @@ lds_volatile_v4_b32 = instruction(
     "r",
     volatile=True,
     doc="16 aligned bytes; ptxas keeps the load where it stands among WGMMAs.",
+)
+ldg_v2_b32 = instruction(
+    "ld.global.v2.b32 {$0, $1}, [$2];", "rr", "l", volatile=True, doc="8 aligned bytes of global memory."
 )
 ldg_v4_f32 = instruction(
     "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", volatile=True, doc="Four fp32, 16-byte aligned."
@@ -439,9 +496,9 @@ dependency_launch = instruction(
 # ---- scheduling --------------------------------------------------------------------------------------------------
 @dsl_user_op
 def pin(values, *, loc=None, ip=None):
-    """Return register values (all Float32 or all Int32) unchanged, through an empty instruction that LLVM does not move:
-    what computes them stays before it."""
-    letter = "f" if isinstance(values[0], Float32) else "r"
+    """Return register values (all of one type) unchanged, through an empty instruction that LLVM does not move: what
+    computes them stays before it."""
+    letter = next(letter for letter, kind in _DSL_TYPE.items() if isinstance(values[0], kind))
     kind, count = _mlir_type(letter), len(values)
     raw = llvm.inline_asm(
         llvm.StructType.get_literal([kind] * count),
@@ -464,6 +521,17 @@ fence_gpu = instruction(
     volatile=True,
     doc="Order this thread's accesses before and after for all threads of the GPU.",
 )
+_settle = instruction(
+    "{ .reg .pred p; setp.lt.s32 p, $0, 0; @p st.shared.v4.f32 [$0], {$1, $2, $3, $4}; }", "", "rffff", volatile=True, doc=""
+)
+
+
+def settle(address, words):
+    """Have four words computed here: a store, which an address of shared memory prevents. ptxas would rather keep what
+    they are made of in registers until they are used."""
+    _settle(address, *words)
+
+
 nanosleep = instruction("nanosleep.u32 $0;", "", "r", volatile=True, doc="Pause for 0 to 2n nanoseconds, n below 10^6.")
 lane_index = instruction("mov.u32 $0, %laneid;", "r", "", volatile=True, doc="The lane, read anew: as thread_index.")
 thread_index = instruction(

@@ -115,6 +115,42 @@ def sequence_from_end(number, behind, count, slot_begin, slot_end, cu_seqlens, t
 
 
 @cute.jit
+def chunks_of(first, end, cu_seqlens, tokens, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
+    """Chunks of the packed sequences `first` to `end` - 1, each rounded up; to be called by whole warps."""
+    lane = cute.arch.lane_idx()
+    chunks = Int32(0)
+    for step in cutlass.range((end - first + 31) >> 5, unroll=4):
+        s = first + 32 * step + lane
+        if s < end:
+            _, length, _ = sequence(s, cu_seqlens, tokens, log2_chunk, cu_dtype)
+            chunks += (length + ((1 << log2_chunk) - 1)) >> log2_chunk
+    for k in cutlass.range_constexpr(5):
+        chunks += cute.arch.shuffle_sync_bfly(chunks, offset=1 << k)
+    return chunks
+
+
+@cute.jit
+def first_row(before, length, num_seqs, tokens, log2_chunk: cutlass.Constexpr):
+    """Row of a packed sequence's first chunk, `before` chunks of other sequences before it, among rows without gaps.
+
+    That is `before`, unless sequences overlap, because entries of cu_seqlens fall: no row lies past the last one that
+    `num_seqs` sequences side by side in `tokens` tokens can need.
+    """
+    up = const_expr((1 << log2_chunk) - 1)
+    return cutlass.min(before, ((tokens + up) >> log2_chunk) + num_seqs - 1 - ((length + up) >> log2_chunk))
+
+
+@cute.jit
+def chunks_before(s, length, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
+    """Row of the first chunk of sequence `s`, of `length` tokens, among rows without gaps; to be called by whole warps."""
+    if const_expr(cu_dtype is None):
+        return s * ((seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk)
+    else:
+        before = chunks_of(Int32(0), s, cu_seqlens, seq_len, log2_chunk, cu_dtype)
+        return first_row(before, length, num_seqs, seq_len, log2_chunk)
+
+
+@cute.jit
 def span(num_seqs, cu_seqlens, cu_dtype: cutlass.Constexpr):
     """First token of the first packed sequence and end of the last: rows outside belong to no sequence."""
     return _cu(cu_seqlens, Int32(0), cu_dtype), _cu(cu_seqlens, num_seqs, cu_dtype)

@@ -67,6 +67,17 @@ def fetch_state(target, full, source, half, kind: cutlass.Constexpr, v_first: cu
         ptx.bulk_load(target + at * pitch, source + at * source_pitch, Int32(row), full.toint())
 
 
+def _steps(kind, v_first):
+    """Bytes from key to key and from value to value of a state in global memory."""
+    row = HEAD_DIM * size(kind)
+    return (size(kind), row) if v_first else (row, size(kind))
+
+
+def half_offset(kind, v_first):
+    """Byte offset of the second half of a state in global memory."""
+    return HALF * _steps(kind, v_first)[1]
+
+
 def _pairs(address, key_step, value_step):
     """For each pair of registers: (tensor, row, column) of its first value, addresses of both."""
     tid = ptx.thread_index()
@@ -97,8 +108,7 @@ def load_state(address, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, sta
 @cute.jit
 def store_state(address, half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
     """One half of the [V, K] (v_first) or [K, V] state at `address` in global memory = state."""
-    row = const_expr(HEAD_DIM * size(kind))
-    steps = const_expr((size(kind), row) if v_first else (row, size(kind)))
+    steps = const_expr(_steps(kind, v_first))
     for (part, row, column), first, second in _pairs(address + half * (HALF * steps[1]), *steps):
         low, high = state[part][row, column], state[part][row + 1, column]
         if const_expr(v_first and kind == "fp32"):
@@ -112,3 +122,26 @@ def store_state(address, half, kind: cutlass.Constexpr, v_first: cutlass.Constex
             words = ptx.pack_bf16x2(low, high)
             ptx.stg_b16(first, words)
             ptx.stg_b16(second, words >> 16)
+
+
+@cute.jit
+def store_rounded(address, k: cutlass.Constexpr, words, v_first: cutlass.Constexpr):
+    """Keys 16*k to 16*k + 31 of one half of a bf16 state at `address` in global memory, 16 bytes a thread and store.
+
+    words[b][j]: the pairs of a thread's A operand, key block k + b. Of the 8 x 8 tile of key octet o and values 8*r on, a
+    thread has word [o // 2][2 * (o % 2) + r]. Neighbours exchange words until each has 8 neighbouring elements.
+    """
+    key_step, value_step = const_expr(_steps("bf16", v_first))
+    tid = ptx.thread_index()
+    group, place = tid % 32 // 4, tid % 4
+    address += 16 * (tid // 32) * value_step + 16 * k * key_step
+    if const_expr(v_first):  # four octets of a value's keys
+        address += group * value_step + 8 * place * key_step
+        for r in cutlass.range_constexpr(2):
+            tiles = [words[o // 2][2 * (o % 2) + r] for o in range(4)]
+            ptx.stg_words(address + 8 * r * value_step, ptx.transpose_quad(tiles, place))
+    else:  # two octets of a key's values, of two octets of keys
+        address += (8 * (place // 2) + group) * key_step + 8 * (place % 2) * value_step
+        for b in cutlass.range_constexpr(2):
+            tiles = [ptx.movmatrix(word) for word in words[b]]
+            ptx.stg_words(address + 16 * b * key_step, ptx.transpose_quad(tiles, place))

@@ -1,0 +1,126 @@
+"""Who prepares which chunk: teams of 256 threads, two on an SM, and, where the chain runs beside them, its flags.
+
+Each team works through the (chunk, head) pairs team, team + teams, ... Not overlapped, a team is a CTA, and the last chunks
+go first: the chain begins with the first ones and finds them in the L2. Overlapped, both teams of an SM are one CTA, for
+only then does an SM come free as a whole; chunks go in order of time, a flag says of each record that it is written, and
+after some rounds some CTAs end, so that the chain runs on their SMs while the others go on.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from fla_kda_backend.kernels.shared import ptx, sequences
+from fla_kda_backend.kernels.shared.prepare_loads import HEAD, TEAM
+from fla_kda_backend.kernels.shared.record64 import LOG2_CHUNK, READY_AT
+from fla_kda_backend.kernels.shared.wy64 import clear_flags, flag_address
+
+TEAMS = 2  # on an SM
+STAGGER = 3000  # ns; the first records are there the sooner, and the teams of an SM come to differ in what they need of it
+# named barriers of a team, of 8: all its threads; 1 to 3, the two warps of a band; v and K_start are in registers
+ALL, V_TAKEN = 0, 4
+
+
+class PrepareTeams:
+    """A kernel inherits it. max_ctas: the number of SMs; link_time: of a link of the chain beside it, in thousandths of what
+    a chunk takes a team, None without overlap; teams: of a CTA."""
+
+    def __init__(self, max_ctas, link_time):
+        self.max_ctas, self.link_time, self.overlap = max_ctas, link_time, link_time is not None
+        self.teams = TEAMS if self.overlap else 1
+        self.threads = self.teams * TEAM
+
+    @cute.jit
+    def schedule(self, pairs, num_seqs, heads):
+        """(rounds, stay, grid). Of the overlapped kernel: after `rounds` chunks all CTAs but the first `stay` end and leave
+        their SMs to the chain, which then ends soon after the last chunk is prepared."""
+        rounds = stay = Int32(0)
+        ctas = const_expr(self.max_ctas * TEAMS // self.teams)
+        grid = cutlass.min((pairs + (self.teams - 1)) // self.teams, ctas)
+        if const_expr(self.overlap):
+            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * num_seqs * heads, grid), Int32(1))
+            meanwhile = pairs // (num_seqs * heads) * self.link_time * TEAMS * stay // 1000
+            rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)
+            if rounds == 0:
+                grid = stay
+        return rounds, stay, grid
+
+    def team(self):
+        if const_expr(self.teams == 1):
+            return 0
+        return cute.arch.make_warp_uniform(ptx.thread_index() // TEAM)
+
+    def worker(self, team):
+        """Number of the team in the launch, and of teams."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        return team * grid + block, self.teams * grid
+
+    def barrier(self, which):
+        """Number of a named barrier of the team."""
+        return 8 * self.team() + which
+
+    def sync(self):
+        """Barrier of the team."""
+        cute.arch.barrier(barrier_id=self.barrier(ALL), number_of_threads=TEAM)
+
+    def thread(self):
+        """Number of the thread in its team, read anew."""
+        thread = ptx.thread_index()
+        return thread & (TEAM - 1) if self.teams > 1 else thread
+
+    def warp(self):
+        return cute.arch.make_warp_uniform(self.thread() >> 5)
+
+    @cute.jit
+    def let_chain_start(self, team):
+        """After all threads of the CTA have cleared their flags."""
+        ptx.dependency_launch()
+        if team == 1:
+            ptx.nanosleep(Int32(STAGGER))
+
+    def task_of(self, p, n, team):
+        """Number n of the team's (chunk, head) pairs; beyond all of them where its CTA has left before."""
+        worker, workers = self.worker(team)
+        task = n * workers + worker
+        if const_expr(self.overlap):
+            block, _, _ = cute.arch.block_idx()
+            later = p.rounds * workers + ((n - p.rounds) * TEAMS + team) * p.stay + block
+            later = ptx.less_b32(block, p.stay, later, p.slots * p.heads)
+            task = ptx.less_b32(n, p.rounds, task, later)
+        return task
+
+    def slot_of(self, p, number):
+        """(sequence, slot) of chunk `number` of every head, in order of time over all sequences."""
+        if const_expr(self.cu_dtype is not None):  # one sequence
+            _, _, base = sequences.sequence(Int32(0), p.cu_seqlens, p.seq_len, LOG2_CHUNK, self.cu_dtype)
+            return Int32(0), base + number
+        chunk = number // p.num_seqs
+        seq = number - chunk * p.num_seqs
+        return seq, seq * (p.slots // p.num_seqs) + chunk
+
+    # ---- flags of the overlapped kernel
+
+    @cute.jit
+    def clear_own_flags(self, p):
+        """Clear the flags of the records that this team will write. All do so before the chain may start."""
+        thread = ptx.thread_index()
+        n, team = thread & (TEAM - 1), thread // TEAM  # not by self.team(): lanes leave the loop one by one
+        task = self.task_of(p, n, team)
+        while task < p.slots * p.heads:
+            number = task // p.heads
+            _, slot = self.slot_of(p, number)
+            if slot < p.slots:
+                clear_flags(p.workspace, p.heads, p.slots, task - number * p.heads, slot)
+            n += TEAM
+            task = self.task_of(p, n, team)
+        ptx.fence_gpu()
+
+    @cute.jit
+    def release(self, p, n):
+        """By the thread that stores: the record of the team's chunk before number n is written."""
+        ptx.bulk_wait()
+        if n > 0:
+            head, slot = ptx.lds_v2_b32(p.plan(n - 1) + HEAD)
+            ptx.fence_proxy_async_global()
+            ptx.stg_release_b32(flag_address(p.workspace, p.heads, p.slots, head, slot) + READY_AT, Int32(1))
