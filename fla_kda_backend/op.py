@@ -40,10 +40,20 @@ def run(call, plan):
     )
 
 
-def prepare(call, plan):
+def prepare(call, plan, **how):
     """The Launch that runs an eligibility.Call under its Plan, and every other call with the same metadata."""
     final = torch.float32 if call.output_final_state else None
-    return Launch(plan, call.q, call.scale, call.lower_bound, call.initial_state, final, call.cu_seqlens)
+    return Launch(plan, call.q, call.scale, call.lower_bound, call.initial_state, final, call.cu_seqlens, **how)
+
+
+def spec_of(call, plan, arch=None):
+    """The KernelSpec that an eligibility.Call launches under its Plan, or None where it launches nothing.
+
+    Metadata alone: with an arch (the device's otherwise) tensors on the meta device will do.
+    """
+    asked_for = []
+    prepare(call, plan, arch=arch, find=asked_for.append)
+    return asked_for[0] if asked_for else None
 
 
 def fwd(
@@ -149,7 +159,8 @@ def _launch(
 class Launch:
     """What the launches of a call owe to its metadata. To be called with its tensors, of which it keeps none."""
 
-    def __init__(self, plan: Plan, q, scale, lower_bound, initial_state, final, cu_seqlens):
+    def __init__(self, plan: Plan, q, scale, lower_bound, initial_state, final, cu_seqlens, arch=None, find=None):
+        """`find` gives the function that launches a spec, `launcher` if None; arch is the device's if None."""
         batch, length, heads, _ = self.shape = q.shape
         device = self.device = q.device
         num_sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -169,8 +180,8 @@ class Launch:
             ("initial", None if initial_state is None else STATE_NAMES[initial_state.dtype]),
             ("segmented", segmented),
         )
-        spec = _specs.get((plan.kernel, device.index, options)) or _spec(plan.kernel, device, options)
-        self.kernels = launcher(spec)
+        spec = _specs.get((plan.kernel, device.index, options, arch)) or _spec(plan.kernel, device, options, arch)
+        self.kernels = (find or launcher)(spec)
         self.workspace = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
         self.settings = float(scale), float(lower_bound) * LOG2E, length, num_sequences, heads
         self.segments = [(begin, min(begin + segment, slots)) for begin in range(0, slots, segment)]
@@ -218,13 +229,13 @@ class Launch:
 _specs: dict[tuple, KernelSpec] = {}
 
 
-def _spec(kernel, device, options):
+def _spec(kernel, device, options, arch):
     """The spec of a variant on a device; segments exclude replay, whose checkpoints lie in one launch."""
     chosen = dict(options)
     if chosen["segmented"] and chosen.get("replay"):
         chosen["replay"] = False
-    spec = KernelSpec.of(kernel, ARCHS[torch.cuda.get_device_capability(device)], **chosen)
-    _specs[kernel, device.index, options] = spec
+    spec = KernelSpec.of(kernel, arch or ARCHS[torch.cuda.get_device_capability(device)], **chosen)
+    _specs[kernel, device.index, options, arch] = spec
     return spec
 
 
