@@ -41,7 +41,8 @@ class Verdict:
 
 
 TENSORS = (*DEVICE_INPUTS, "cu_seqlens_cpu")  # as op takes them
-PASSING = ("internal_error", "untested_capture")  # the next such call may fare better
+COMPILING = "compiling"
+PASSING = ("internal_error", "untested_capture", COMPILING)  # the next such call may fare better
 
 
 class KdaCuteBackend(BaseBackend):
@@ -129,12 +130,30 @@ def consider(call, known):
     plan = planning.plan(call, known)
     if not plan.should_run and config.COST.get():
         return eligibility.Decision(False, "cost", plan.reason), None
+    if config.COMPILE.get() == "background" and not config.STRICT.get():
+        message = unready(call, plan, known)
+        if message is not None:
+            return eligibility.Decision(False, COMPILING, message), None
     decision = eligibility.ACCEPTED
     if known.capability in eligibility.COMPILED_ONLY:
         decision = selfcheck.decision(call.q.device, plan, known, run, fla_implementation())
     if decision.accepted and plan.reason:
         decision = decision._replace(message=plan.reason)
     return decision, plan
+
+
+def unready(call, plan, known):
+    """Which kernel is still to be compiled before this call can run, in a sentence, or None. Whatever is, is begun."""
+    from .compiling import ARCHS, background
+    from .op import spec_of
+
+    needed = [spec_of(call, plan)]
+    if known.capability in eligibility.COMPILED_ONLY:
+        gate, mode = selfcheck.kind(plan)
+        checked = parse((), selfcheck.case("meta", gate=gate))
+        needed.append(spec_of(checked, planning.plan(checked, known._replace(mode=mode)), arch=ARCHS[known.capability]))
+    waiting = [spec for spec in needed if spec is not None and not background.ready(spec)]
+    return f"compiling {waiting[0]} in the background" if waiting else None
 
 
 def run(call, plan):

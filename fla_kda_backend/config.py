@@ -58,10 +58,14 @@ class Variable:
     def values(self):
         return "text" if self.choices is None else ", ".join(self.choices)
 
+    @property
+    def expected(self):
+        return f"one of {self.values}"
+
     def _warn(self, raw):
         if (self.name, raw) not in _warned:
             _warned.add((self.name, raw))
-            logger.warning("%s=%r is not one of %s; %r holds", self.name, raw, self.values, self.default)
+            logger.warning("%s=%r is not %s; %r holds", self.name, raw, self.expected, self.default)
 
 
 class FlaSwitch(Variable):
@@ -70,6 +74,19 @@ class FlaSwitch(Variable):
     def get(self):
         raw = self.raw()
         return (self.default if raw is None else os.fsdecode(raw)) != "0"
+
+
+class Count(Variable):
+    """A variable that holds a whole number, 0 included."""
+
+    def get(self):
+        raw = os.fsdecode(self.raw() or b"")
+        if raw and not (raw.isascii() and raw.isdigit()):
+            self._warn(raw)
+            raw = ""
+        return int(raw or self.default)
+
+    values = expected = "a whole number"
 
 
 ENABLED = FlaSwitch(
@@ -120,15 +137,29 @@ CACHE_DIR = Variable(
     "FLA_KDA_CUTE_CACHE_DIR",
     None,
     None,
-    "Directory of compiled kernels. By default fla_kda_backend in $XDG_CACHE_HOME, or in ~/.cache.",
+    "Directory of compiled kernels, or off. By default fla_kda_backend in $XDG_CACHE_HOME, or in ~/.cache.",
+)
+CACHE_MIB = Count(
+    "FLA_KDA_CUTE_CACHE_MIB",
+    None,
+    "1024",
+    "Size that the directory may grow to, in MiB: whoever adds a kernel removes those not used for the longest time.",
+)
+COMPILE = Variable(
+    "FLA_KDA_CUTE_COMPILE",
+    {"in_place": "in_place", "background": "background"},
+    "in_place",
+    "What a call does whose kernel must first be compiled. in_place: wait. background: run elsewhere until it is ready.",
 )
 
-VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, COST, DETERMINISTIC, CACHE_DIR)
+VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, COST, DETERMINISTIC, CACHE_DIR, CACHE_MIB, COMPILE)
 
 
 def cache_dir():
-    """Path of the directory of compiled kernels; it need not exist."""
+    """Path of the directory of compiled kernels, which need not exist; None: nothing is kept."""
     chosen = CACHE_DIR.get()
+    if chosen == "off":
+        return None
     if chosen is not None:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fla_kda_backend"

@@ -48,9 +48,19 @@ def run(call, plan):
     return prepare(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
 
 
-def prepare(call, plan):
+def prepare(call, plan, **how):
     """The Launch that runs an eligibility.Call under its Plan, and every other call with the same metadata."""
-    return Launch(call, plan, torch.float32 if call.output_final_state else None)
+    return Launch(call, plan, torch.float32 if call.output_final_state else None, **how)
+
+
+def spec_of(call, plan, arch=None):
+    """The KernelSpec that an eligibility.Call launches under its Plan, or None where it launches nothing.
+
+    Metadata alone: with an arch (the device's otherwise) tensors on the meta device will do.
+    """
+    asked_for = []
+    prepare(call, plan, arch=arch, find=asked_for.append)
+    return asked_for[0] if asked_for else None
 
 
 def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None):
@@ -148,7 +158,8 @@ def into(call, plan, out, final_state, states=None):
 class Launch:
     """What the launches of a call owe to its metadata. To be called with its tensors, of which it keeps none."""
 
-    def __init__(self, call, plan, final):
+    def __init__(self, call, plan, final, arch=None, find=None):
+        """`find` gives the function that launches a spec, `launcher` if None; arch is the device's if None."""
         batch, length, qk_heads, _ = call.q.shape
         heads, num_sequences = call.heads, call.num_sequences
         packed = call.cu_seqlens is not None
@@ -174,8 +185,8 @@ class Launch:
             ("initial", None if call.initial_state is None else DTYPE_NAMES[call.initial_state.dtype]),
             ("segmented", segmented),
         )
-        spec = _specs.get((plan.kernel, device.index, options)) or _spec(plan.kernel, device, options)
-        self.kernels = launcher(spec)
+        spec = _specs.get((plan.kernel, device.index, options, arch)) or _spec(plan.kernel, device, options, arch)
+        self.kernels = (find or launcher)(spec)
         self.workspace = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
         self.gate = chosen.get("gate", "bounded")
         gate_scale = float(call.lower_bound) * LOG2E if self.gate == "bounded" else 0.0
@@ -291,13 +302,13 @@ def reading(x, strided):
 _specs: dict[tuple, KernelSpec] = {}
 
 
-def _spec(kernel, device, options):
+def _spec(kernel, device, options, arch):
     """The spec of a variant on a device; segments exclude replay and overlap, which need all records in one launch."""
     chosen = dict(options)
     if chosen["segmented"]:
         chosen |= {name: False for name in ("replay", "overlap") if name in chosen}
-    spec = KernelSpec.of(kernel, ARCHS[torch.cuda.get_device_capability(device)], **chosen)
-    _specs[kernel, device.index, options] = spec
+    spec = KernelSpec.of(kernel, arch or ARCHS[torch.cuda.get_device_capability(device)], **chosen)
+    _specs[kernel, device.index, options, arch] = spec
     return spec
 
 

@@ -154,12 +154,35 @@ def shown(variable):
 
 def cache():
     from .. import config
+    from ..compiling import disk
 
     folder = config.cache_dir()
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    return {
-        "folder": str(folder),
-        "files": len(files),
-        "bytes": sum(path.stat().st_size for path in files),
-        "writable": os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK),
-    }
+    found = {"folder": "off" if folder is None else str(folder), "compiling": how_compiled()}
+    if folder is None:
+        return found
+    found["limit"] = f"{config.CACHE_MIB.get()} MiB"
+    found["writable"] = os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK)
+    try:
+        entries = disk.Directory(folder).entries()
+    except (OSError, disk.Unusable) as error:
+        return {**found, "not used": str(error)}
+    found["kernels"], found["bytes"] = len(entries), sum(entry.size for entry in entries)
+    usable = [entry for entry in entries if entry.problem is None]
+    found["for"] = ", ".join(sorted({f"{e.description['arch']} by DSL {e.description['dsl']}" for e in usable})) or None
+    found["not usable"] = len(entries) - len(usable)
+    return found
+
+
+def how_compiled():
+    """What happens here to a kernel that is not in the cache, and in what form it is kept."""
+    from .. import config
+    from ..compiling import linking, spec
+
+    if spec.dsl_version() is None:
+        return "no CuTe DSL here: runs what the folder holds, as linked modules loaded by tvm-ffi; other calls are left to FLA"
+    lacking = linking.missing()
+    if lacking is not None:
+        return f"in each process, in memory: nothing can be linked: {lacking}"
+    if config.cache_dir() is None:
+        return "in each process, in memory"
+    return f"once, into the folder, linked by {linking.name_of(linking.linker())} and loaded by tvm-ffi"

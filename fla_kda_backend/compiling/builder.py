@@ -2,13 +2,12 @@
 
 import importlib
 import os
-import subprocess
-import sys
 import tempfile
 import threading
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import linking
+from .disk import Directory
 from .spec import FAMILIES
 
 _one_at_a_time = threading.RLock()  # the DSL's tracer keeps global state
@@ -52,64 +51,25 @@ def build(spec, keep=True):
             )
 
 
+def link(spec, function):
+    """(bytes, the linker's name) of a library with build(spec).function; raises linking.Unlinkable."""
+    linker = linking.linker()
+    with tempfile.TemporaryDirectory() as scratch:
+        with _one_at_a_time:
+            function.export_to_c(f"{scratch}/kernel.o", "launch")
+        return linking.link(f"{scratch}/kernel.o", scratch, linker).read_bytes(), linking.name_of(linker)
+
+
 def export(spec, folder):
-    """Compile and link into folder/spec.file_name, a library that needs only libtvm_ffi to run; needs a C compiler."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    function = build(spec, keep=False).function
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        scratch = Path(scratch)
-        function.export_to_c(str(scratch / "kernel.o"), "launch")
-        (scratch / "raise.c").write_text(_RAISE_CUDA_ERROR)
-        library = scratch / "kernel.so"
-        command = [
-            "gcc", "-O2", "-fPIC", "-shared", "-s", "-o", str(library), "-Wl,--no-undefined", str(scratch / "kernel.o"),
-            str(scratch / "raise.c"), str(_dsl_runtime()), str(_cuda_runtime()), f"-L{_tvm_ffi_folder()}", "-ltvm_ffi",
-            "-lstdc++", "-ldl", "-lrt", "-lpthread",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"linking {spec} failed: {done.stderr.strip()[-2000:]}")
-        os.replace(library, folder / spec.file_name)
-    return folder / spec.file_name
+    """Compile and link into folder / spec.file_name, whatever is there already; its Path. Needs no GPU."""
+    library, linked_by = link(spec, build(spec, keep=False).function)
+    return Directory(folder).add(spec, library, linked_by=linked_by)
 
 
-# The DSL's static runtime calls this function to report a CUDA error, but does not contain it.
-_RAISE_CUDA_ERROR = """
-#include <stdio.h>
-extern void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
-extern const char *cudaGetErrorString(int);
-void CuteDSLRT_TVMFFISetRaisedCudaError(void *unused, int error) {
-  char text[256];
-  snprintf(text, sizeof text, "CUDA error %d: %s", error, cudaGetErrorString(error));
-  TVMFFIErrorSetRaisedFromCStr("RuntimeError", text);
-}
-"""
+def _after_fork():
+    # A thread of the parent may have held it.
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
 
 
-def _dsl_runtime():
-    import nvidia_cutlass_dsl
-
-    return _first(
-        "libcuda_dialect_runtime_static.a",
-        [Path(root) / "cu13" / "lib" for root in nvidia_cutlass_dsl.__path__],
-    )
-
-
-def _cuda_runtime():
-    roots = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", *(Path(entry) / "nvidia" / "cu13" for entry in sys.path)]
-    folders = [Path(root) / part for root in roots if root for part in ("lib64", "lib")]
-    return _first("libcudart_static.a", folders)
-
-
-def _tvm_ffi_folder():
-    import tvm_ffi.libinfo
-
-    return Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent
-
-
-def _first(name, folders):
-    for folder in folders:
-        if (folder / name).exists():
-            return folder / name
-    raise RuntimeError(f"{name} not found in {', '.join(map(str, folders))}")
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,8 +1,10 @@
 """What identifies a compiled kernel. Imports neither torch nor the DSL."""
 
-import ast
 import functools
 import hashlib
+import importlib.metadata
+import platform
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,16 +41,32 @@ class KernelSpec(NamedTuple):
         return hashlib.sha256(repr((tuple(self), __version__, source_hash(self.family))).encode()).hexdigest()
 
     @property
+    def stem(self):
+        """What the names of this variant's files begin with; its options are inside, they would make the name too long."""
+        return f"{self.family}-{self.arch}-{self.key[:24]}-{platform.machine()}-dsl"
+
+    @property
     def file_name(self):
-        return f"{self.name}-{self.key[:16]}.so"
+        """Of the file that this machine writes. The DSL's version stands apart from the key: see disk.Directory.find."""
+        return f"{self.stem}{dsl_version() or 'none'}.so"
+
+
+@functools.cache
+def dsl_version():
+    """Version of the CuTe DSL that is installed, found without importing it; None where it is not."""
+    try:
+        return re.sub(r"[^\w.]", "_", importlib.metadata.version("nvidia-cutlass-dsl"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache
 def source_hash(family):
-    """Hash of the builder and of the family's module with every module of kernels/ that it imports, directly or not."""
+    """Hash of builder, linking, and of the family's module with every module of kernels/ that it imports, directly or not."""
     root = Path(__file__).resolve().parent.parent.parent
     module, _ = FAMILIES[family]
-    paths, waiting = {root / "fla_kda_backend/compiling/builder.py"}, [root / f"{module.replace('.', '/')}.py"]
+    paths = {root / f"fla_kda_backend/compiling/{name}.py" for name in ("builder", "linking")}
+    waiting = [root / f"{module.replace('.', '/')}.py"]
     while waiting:
         path = waiting.pop()
         if path not in paths:
@@ -60,16 +78,15 @@ def source_hash(family):
     return digest.hexdigest()
 
 
+# Parsing the files for real would be most of a warm first call's time. Comments that look like this do no harm.
+_IMPORT = re.compile(r"^[ \t]*from[ \t]+(fla_kda_backend\.kernels[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
+
+
 def _imports(path, root):
     """Files of this package's kernels that the file at `path` imports."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.level == 0
-            and (node.module or "").startswith("fla_kda_backend.kernels")
-        ):
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    for module, imported in _IMPORT.findall(path.read_text(encoding="utf-8")):
+        names += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", imported))]
     return [file for name in names if (file := root / f"{name.replace('.', '/')}.py").is_file()]
 
 

@@ -1,4 +1,6 @@
-"""FLA's own dispatch with the backend behind it, on CPU tensors: who runs a call, by whose result comes back.
+"""Fixtures that several files of this directory use.
+
+One of them is FLA's own dispatch with the backend behind it, on CPU tensors: who runs a call, by whose result comes back.
 
 The facts say that the tensors are on an H200, op is replaced, and so is, behind FLA's own checks of the arguments, what
 FLA would launch.
@@ -11,8 +13,11 @@ import warnings
 import pytest
 import torch
 from calls import FLAS, H200, OURS, prefill
+from fake_compiler import built, empty_library, loaded
 
 from fla_kda_backend import dispatch_log, facts, memo
+
+__all__ = ["built", "empty_library", "loaded"]
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,21 @@
-"""Names and keys of compiled kernels, where a process finds them, and a library that is linked and loaded back."""
+"""Names and keys of compiled kernels, and libraries that are linked and loaded back."""
 
+import ast
+import importlib.metadata
 import importlib.util
 import inspect
 import json
-import logging
+import platform
 import re
 import shutil
 import sys
-import threading
-import types
 from pathlib import Path
 
 import interpreters
 import pytest
 
 import fla_kda_backend
-from fla_kda_backend.compiling import ARCHS, KernelSpec, builder, library, specs_for_demo
+from fla_kda_backend.compiling import ARCHS, KernelSpec, builder, disk, linking, specs_for_demo
 from fla_kda_backend.compiling import spec as spec_module
 
 BASE = {"arithmetic": "exact", "bv": 32, "warps": 4, "initial": None, "final": "fp32", "cu_dtype": None,
@@ -36,7 +36,7 @@ def test_every_option_and_architecture_has_its_own_key_and_file():
     for attribute in ("key", "name", "file_name"):
         assert len({getattr(spec, attribute) for spec in specs}) == len(specs), attribute
     for spec in specs:
-        assert re.fullmatch(r"[\w.-]+\.so", spec.file_name) and len(spec.file_name) < 255
+        assert re.fullmatch(r"[\w.-]+\.so", spec.file_name) and len(spec.file_name) < 128
 
 
 def test_order_of_options_does_not_matter():
@@ -64,6 +64,50 @@ def test_version_is_in_the_key(monkeypatch):
     assert variant().key != before
 
 
+def test_file_names_hold_machine_and_dsl(monkeypatch):
+    before = variant().file_name
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    assert variant().file_name != before
+    monkeypatch.setattr(spec_module, "dsl_version", lambda: "0.1")
+    assert variant().file_name.endswith("-another-dsl0.1.so")
+    monkeypatch.setattr(spec_module, "dsl_version", lambda: None)
+    assert variant().file_name.endswith("-another-dslnone.so")
+
+
+def test_dsl_version_is_found_without_importing_it(monkeypatch):
+    def version(name):
+        assert name == "nvidia-cutlass-dsl"
+        return versions.pop()
+
+    versions = ["4.9.0.dev1+x/y"]
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert spec_module.dsl_version.__wrapped__() == "4.9.0.dev1_x_y"
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert spec_module.dsl_version.__wrapped__() is None
+
+
+KERNELS = sorted((Path(fla_kda_backend.__file__).parent / "kernels").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_imports_of_kernels_are_those_that_python_sees(path):
+    root = Path(fla_kda_backend.__file__).parent.parent
+    seen = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "kernels import each other by absolute names: the key follows those"
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            seen |= {file for name in names if (file := root / f"{name.replace('.', '/')}.py").is_file()}
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("fla_kda_backend") for alias in node.names)
+    ours = {file for file in seen if file.is_relative_to(root / "fla_kda_backend" / "kernels")}
+    assert set(spec_module._imports(path, root)) == ours
+
+
 HASH = "import json; from fla_kda_backend.compiling import spec; print(json.dumps(spec.source_hash('column_split')))"
 
 
@@ -80,7 +124,7 @@ def test_sources_of_the_kernel_are_in_the_key(tmp_path):
     assert seen == {spec_module.source_hash("column_split")}
     for file in ("kernels/column_split.py", "kernels/prepare_chunk16.py", "kernels/recurrence_split.py",
                  "kernels/shared/ptx.py", "kernels/shared/record16.py", "kernels/shared/sequences.py",
-                 "compiling/builder.py"):  # fmt: skip
+                 "compiling/builder.py", "compiling/linking.py"):  # fmt: skip
         now = changed(file)
         assert now not in seen, file
         seen.add(now)
@@ -95,111 +139,6 @@ def test_specs_for_demo_are_those_of_every_setting():
     assert [spec.family for spec in specs_for_demo()].count("wy64") == 1
 
 
-# ---- where a process finds a kernel ----------------------------------------------------------------------------------
-@pytest.fixture
-def empty_library(monkeypatch, tmp_path):
-    """A process that has loaded nothing, with a cache directory of its own."""
-    monkeypatch.setattr(library, "_functions", {})
-    monkeypatch.setattr(library, "_sources", {})
-    monkeypatch.setattr(library, "_failures", {})
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o755)
-    monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", str(folder))
-    return folder
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """Specs that were compiled, by a compiler that only says so."""
-    specs = []
-
-    def build(spec, keep=True):
-        specs.append(spec)
-        return builder.Artifact(lambda *arguments: spec, None, None, {})
-
-    monkeypatch.setattr(builder, "build", build)
-    return specs
-
-
-@pytest.fixture
-def loaded(monkeypatch):
-    """Paths that were loaded, by a loader that only says so."""
-    paths = []
-
-    def load_module(path):
-        paths.append(path)
-        return {"launch": lambda *arguments: path}
-
-    monkeypatch.setitem(sys.modules, "tvm_ffi", types.SimpleNamespace(load_module=load_module))
-    return paths
-
-
-def put(folder, spec, mode=0o644):
-    path = folder / spec.file_name
-    path.write_bytes(b"")
-    path.chmod(mode)
-    return path
-
-
-def test_compiles_once_where_nothing_is_stored(empty_library, built, loaded):
-    function = library.launcher(variant())
-    assert library.launcher(variant()) is function and built == [variant()] and loaded == []
-    assert library.launcher(variant(bv=64)) is not function and built == [variant(), variant(bv=64)]
-    assert library.loaded() == {variant(): "compiled", variant(bv=64): "compiled"}
-
-
-def test_loads_what_is_stored(empty_library, built, loaded):
-    path = put(empty_library, variant())
-    assert library.launcher(variant())() == str(path) and library.launcher(variant())() == str(path)
-    assert loaded == [str(path)] and built == [] and library.loaded() == {variant(): str(path)}
-
-
-def test_a_directory_that_does_not_exist_is_no_error(empty_library, built, loaded, monkeypatch):
-    monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", str(empty_library / "none"))
-    library.launcher(variant())
-    assert built == [variant()]
-
-
-@pytest.mark.parametrize("folder_mode, mode", [(0o777, 0o644), (0o775, 0o644), (0o755, 0o666), (0o755, 0o664)])
-def test_what_others_can_write_is_not_loaded(empty_library, built, loaded, caplog, folder_mode, mode):
-    path = put(empty_library, variant(), mode)
-    empty_library.chmod(folder_mode)
-    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
-        library.launcher(variant())
-    assert loaded == [] and built == [variant()]
-    assert str(path) in caplog.text and "written by others" in caplog.text
-
-
-def test_threads_compile_a_kernel_once(empty_library, built):
-    threads = [threading.Thread(target=library.launcher, args=(variant(),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert built == [variant()]
-
-
-def test_a_failed_compilation_is_not_tried_again(empty_library, built, monkeypatch):
-    """A compilation takes seconds, and every call that falls back would pay for it."""
-    tried = []
-
-    def fail(spec, keep=True):
-        tried.append(spec)
-        raise OSError("no compiler here")
-
-    working = builder.build
-    monkeypatch.setattr(builder, "build", fail)
-    with pytest.raises(OSError):
-        library.launcher(variant())
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"{re.escape(str(variant()))} could not be compiled: no compiler here"):
-            library.launcher(variant())
-    assert tried == [variant()] and library.loaded() == {}
-    monkeypatch.setattr(builder, "build", working)
-    library.launcher(variant(bv=64))  # nothing is wrong with the others
-    assert built == [variant(bv=64)]
-
-
 def test_a_process_compiles_for_one_architecture(monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     with pytest.raises(RuntimeError, match=r"compiles for sm_100a \(CUTE_DSL_ARCH\), not for sm_90a"):
@@ -207,9 +146,11 @@ def test_a_process_compiles_for_one_architecture(monkeypatch):
 
 
 # ---- the real compiler -----------------------------------------------------------------------------------------------
+ROOT = Path(fla_kda_backend.__file__).parent.parent
+OPTIONS = json.dumps(BASE)
 EXPORT = """
 import json, sys
-from fla_kda_backend.compiling import KernelSpec, builder, library
+from fla_kda_backend.compiling import KernelSpec, builder
 spec = KernelSpec.of("column_split", "sm_90a", **json.loads(sys.argv[1]))
 path = builder.export(spec, sys.argv[2])
 assert path.name == spec.file_name
@@ -217,6 +158,7 @@ print(json.dumps([entry.name for entry in path.parent.iterdir()]))
 """
 LOAD = """
 import json, sys
+import torch
 from fla_kda_backend.compiling import KernelSpec, library
 spec = KernelSpec.of("column_split", "sm_90a", **json.loads(sys.argv[1]))
 launch = library.launcher(spec)
@@ -227,39 +169,76 @@ except RuntimeError as error:
     text = str(error)
 print(json.dumps([library.loaded()[spec], text]))
 """
+without_gcc = {"PATH": "/nonexistent", "CC": ""}
 
 
-def can_link():
-    if shutil.which("gcc") is None or importlib.util.find_spec("tvm_ffi") is None:
-        return False
+def can_link(compiler):
     try:
-        return builder._cuda_runtime().exists()
-    except RuntimeError:
+        linking.dsl_runtime(), linking.cuda_runtime(), linking.tvm_ffi_library()
+    except Exception:
         return False
+    return not compiler or shutil.which("gcc") is not None
+
+
+def export(folder, **environment):
+    return interpreters.result(EXPORT, OPTIONS, folder, PYTHONPATH=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD=0, **environment)
 
 
 @needs_dsl
-@pytest.mark.skipif(not can_link(), reason="needs gcc, libtvm_ffi and libcudart_static.a")
-def test_exported_library_loads_without_the_dsl(tmp_path):
-    folder, options = tmp_path / "kernels", json.dumps(BASE)
-    root = Path(fla_kda_backend.__file__).parent.parent
-    files = interpreters.result(EXPORT, options, folder, PYTHONPATH=root, TORCH_DEVICE_BACKEND_AUTOLOAD=0)
-    assert files == [variant().file_name]  # and nothing else is left behind
-    where = {"FLA_KDA_CUTE_CACHE_DIR": folder, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": root}
-    source, error = interpreters.result(LOAD, options, **where)
+@pytest.mark.parametrize("compiler", [True, False], ids=["gcc", "no compiler"])
+def test_exported_library_loads_without_the_dsl(compiler, tmp_path):
+    if not can_link(compiler):
+        pytest.skip("needs libtvm_ffi, libcudart_static.a and, for one of two, gcc")
+    folder, environment = tmp_path / "kernels", {} if compiler else without_gcc
+    assert export(folder, **environment) == [variant().file_name]  # and nothing else is left behind
+    (entry,) = disk.Directory(folder).entries()
+    assert (entry.spec, entry.problem) == (variant(), None)
+    assert entry.description["linked_by"] == ("gcc" if compiler else linking.TRITON)
+    where = {"FLA_KDA_CUTE_CACHE_DIR": folder, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT, **environment}
+    source, error = interpreters.result(LOAD, OPTIONS, **where)
     assert source == str(folder / variant().file_name)
     assert "cuda" in error.lower()  # the launch found no GPU, and says so instead of returning
 
 
-def test_builder_names_what_it_cannot_find(tmp_path):
-    with pytest.raises(RuntimeError, match=f"nothing.a not found in {tmp_path}"):
-        builder._first("nothing.a", [tmp_path])
+def test_linkers(monkeypatch):
+    which = {"gcc": "/bin/gcc", "clang": "/bin/clang", "cc-of-mine": "/bin/cc-of-mine"}
+    monkeypatch.setattr(shutil, "which", which.get)
+    monkeypatch.setenv("CC", "cc-of-mine -m64")
+    assert linking.linker() == ["cc-of-mine", "-m64"] and linking.name_of(linking.linker()) == "cc-of-mine"
+    monkeypatch.setenv("CC", "/not/there")
+    assert linking.linker() == ["gcc"]
+    del which["gcc"]
+    assert linking.linker() == ["clang"]
+    which.clear()
+    assert linking.linker() == linking.name_of(linking.linker()) == linking.TRITON
+
+
+def test_nothing_to_link_with(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton._C.libtriton", None)
+    with pytest.raises(linking.Unlinkable, match="neither a C compiler"):
+        linking.linker()
+    assert "neither a C compiler" in linking.missing()
+
+
+def test_a_compiler_that_fails_says_why(monkeypatch, tmp_path):
+    for name in ("dsl_runtime", "cuda_runtime", "tvm_ffi_library"):
+        monkeypatch.setattr(linking, name, lambda: tmp_path / "none.a")
+    script = tmp_path / "cc"
+    script.write_text("#!/bin/sh\necho no such library >&2\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(linking.Unlinkable, match="no such library"):
+        linking.link(tmp_path / "kernel.o", tmp_path, [str(script)])
+
+
+def test_linking_names_what_it_cannot_find(tmp_path):
+    with pytest.raises(linking.Unlinkable, match=f"nothing.a not found in {tmp_path}"):
+        linking._first("nothing.a", [tmp_path])
 
 
 def test_importing_compiling_imports_no_compiler():
-    root = Path(fla_kda_backend.__file__).parent.parent
     modules = interpreters.result(
-        "import json, sys, fla_kda_backend.compiling; print(json.dumps(sorted(sys.modules)))", PYTHONPATH=root
+        "import json, sys, fla_kda_backend.compiling.library; print(json.dumps(sorted(sys.modules)))", PYTHONPATH=ROOT
     )
     assert not {"torch", "cutlass", "tvm_ffi", "triton"} & set(modules)
     assert inspect.getmodule(KernelSpec).__name__ in modules

@@ -26,7 +26,9 @@ def nothing_warned(monkeypatch):
         (config.LOG, None, {"a.jsonl": "a.jsonl", "": None}),
         (config.UNTESTED, True, {"0": False, "1": True, "": True}),
         (config.COST, True, {"on": True, "off": False, "": True}),
-        (config.CACHE_DIR, None, {"/tmp/x": "/tmp/x", "": None}),
+        (config.CACHE_DIR, None, {"/tmp/x": "/tmp/x", "": None, "off": "off"}),
+        (config.CACHE_MIB, 1024, {"0": 0, "77": 77, "": 1024}),
+        (config.COMPILE, "in_place", {"background": "background", "in_place": "in_place", "": "in_place"}),
     ],
     ids=lambda value: value.name if isinstance(value, config.Variable) else "",
 )
@@ -51,6 +53,15 @@ def test_bad_value_is_warned_of_once_and_the_default_holds(monkeypatch, caplog, 
     assert f"{variable.name}='2' is not one of {variable.values}" in caplog.records[0].getMessage()
 
 
+@pytest.mark.parametrize("raw", ["-1", "1.5", "1 GiB", "\u0663"])
+def test_a_size_that_is_no_whole_number(monkeypatch, caplog, raw):
+    monkeypatch.setenv(config.CACHE_MIB.name, raw)
+    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
+        assert [config.CACHE_MIB.get(), config.CACHE_MIB.get()] == [1024, 1024]
+    (record,) = caplog.records
+    assert f"{config.CACHE_MIB.name}={raw!r} is not a whole number; '1024' holds" in record.getMessage()
+
+
 @pytest.mark.parametrize("environ", [{}, {"FLA_KDA_CUTE_MODE": "exact", "FLA_KDA_CUTE": "0"}])
 def test_an_environment_that_somebody_replaced(monkeypatch, environ):
     monkeypatch.setattr(os, "environ", environ)
@@ -72,6 +83,10 @@ def test_raw_values_follow_the_environment(monkeypatch):
 def test_cache_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", str(tmp_path))
     assert config.cache_dir() == tmp_path
+    monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", "off")
+    assert config.cache_dir() is None
+    monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", "~/x")
+    assert config.cache_dir() == Path.home() / "x"
     monkeypatch.delenv("FLA_KDA_CUTE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert config.cache_dir() == tmp_path / "fla_kda_backend"

@@ -1,0 +1,135 @@
+"""Calls of chunk_kda as models make them, on the meta device, and the compiled kernels that they run on.
+
+Which kernel a call runs on is asked of the rules and plans that decide it for a real one.
+"""
+
+import itertools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+SEQUENCES = ((1, 8192), (8, 1024), (64, 128))  # number and tokens of each: one long prompt, several, a large batch
+STATES = ((False, True), (False, False), (True, True))  # initial state, final state: prefill, scoring, a prompt's next part
+OFFSETS = (None, "int32", "int64")  # dtype of cu_seqlens; FLA's layers make int32 of a padding mask
+LONGEST = 131072  # tokens of a prompt that --for counts on, where the model's own limit is more
+
+
+class Layer(NamedTuple):
+    """A KDA layer, as far as its calls show."""
+
+    heads: int
+    value_heads: int
+    dim: int
+    value_dim: int
+    flags: dict  # of chunk_kda, lower_bound among them
+    dtype: str  # of activations
+    gate_dtype: str
+    beta_dtypes: tuple[str, ...]  # what users of the layer may have it in
+    parameter_dtypes: tuple[str | None, ...]  # of A_log and dt_bias; None: the gate is computed outside
+
+
+class NoKDA(ValueError):
+    """A configuration of a model that has no such layer."""
+
+
+IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+USUAL = Layer(
+    heads=8,
+    value_heads=8,
+    dim=128,
+    value_dim=128,
+    flags={**dict.fromkeys((*IN_KERNEL, "safe_gate", "state_v_first"), True), "lower_bound": -5.0},
+    dtype="bfloat16",
+    gate_dtype="bfloat16",
+    beta_dtypes=("bfloat16",),
+    parameter_dtypes=("float32",),
+)
+
+
+def layer_of(path):
+    """(Layer, longest prompt) of a config.json, or of the directory that has one."""
+    path = Path(path)
+    config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise NoKDA(f"{path} holds no object")
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        config = {**config, **inner}
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    longest = config.get("max_position_embeddings") or config.get("model_max_length") or LONGEST
+    if config.get("model_type") == "kda":
+        return _of_fla(config, dtype), longest
+    if "linear_attn_config" in config or config.get("model_type") in ("kimi_linear", "glm5_next", "bailing_hybrid"):
+        return _of_transformers(config, dtype), longest
+    raise NoKDA(f"knows the KDA layers of FLA and transformers, got model_type {config.get('model_type')!r}")
+
+
+def _of_fla(config, dtype):
+    """fla.layers.KimiDeltaAttention, with the defaults of fla.models.KDAConfig."""
+    heads, dim = config.get("num_heads", 16), config.get("head_dim", 128)
+    flags = dict.fromkeys((*IN_KERNEL, "state_v_first"), True)
+    for name, default in (("allow_neg_eigval", False), ("safe_gate", False), ("lower_bound", None)):
+        flags[name] = config.get(name, default)
+    value_dim = int(dim * config.get("expand_v", 1))
+    # The layer makes its parameters in fp32; a model converted as a whole has them in its own dtype.
+    parameters = tuple(dict.fromkeys(("float32", dtype)))
+    return Layer(heads, config.get("num_v_heads") or heads, dim, value_dim, flags, dtype, dtype, (dtype,), parameters)
+
+
+def _of_transformers(config, dtype):
+    """Kimi Linear and its kin, in transformers and in Kimi's own code: gate and beta are computed outside, the gate in fp32."""
+    own = config.get("linear_attn_config") or {}
+    heads = own.get("num_heads") or config.get("linear_num_heads") or config.get("num_attention_heads")
+    dim = own.get("head_dim") or config.get("linear_head_dim") or config.get("head_dim") or 128
+    if not heads:
+        raise NoKDA("requires linear_attn_config.num_heads, linear_num_heads or num_attention_heads, got none")
+    flags = {"use_qk_l2norm_in_kernel": True}
+    return Layer(heads, heads, dim, dim, flags, dtype, "float32", tuple(dict.fromkeys((dtype, "float32"))), (None,))
+
+
+def calls(layer, sequences=SEQUENCES):
+    """Keyword arguments of the prefills that the layer may be asked for."""
+    kinds = itertools.product(sequences, STATES, OFFSETS, layer.beta_dtypes, layer.parameter_dtypes)
+    for (number, tokens), (initial, final), offsets, beta, parameters in kinds:
+        yield _call(layer, number, tokens, initial, final, offsets, beta, parameters)
+
+
+def _call(layer, number, tokens, initial, final, offsets, beta, parameters):
+    import torch
+
+    def meta(*shape, dtype):
+        return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
+
+    lead = (number, tokens) if offsets is None else (1, number * tokens)
+    state = (layer.value_dim, layer.dim) if layer.flags.get("state_v_first") else (layer.dim, layer.value_dim)
+    return {
+        "q": meta(*lead, layer.heads, layer.dim, dtype=layer.dtype),
+        "k": meta(*lead, layer.heads, layer.dim, dtype=layer.dtype),
+        "v": meta(*lead, layer.value_heads, layer.value_dim, dtype=layer.dtype),
+        "g": meta(*lead, layer.value_heads, layer.dim, dtype=layer.gate_dtype),
+        "beta": meta(*lead, layer.value_heads, dtype=beta),
+        "A_log": None if parameters is None else meta(layer.value_heads, dtype=parameters),
+        "dt_bias": None if parameters is None else meta(layer.value_heads * layer.dim, dtype=parameters),
+        "initial_state": meta(number, layer.value_heads, *state, dtype="float32") if initial else None,
+        "output_final_state": final,
+        "cu_seqlens": None if offsets is None else meta(number + 1, dtype=offsets),
+        **layer.flags,
+    }
+
+
+def specs_of(arguments, arch, sm_count, modes):
+    """(specs, refusals) of calls on an arch: {KernelSpec: None} in order, and {(code, message): how many calls}."""
+    from .. import eligibility, op, planning
+    from ..compiling import ARCHS
+    from ..facts import Facts
+
+    capability = next(capability for capability, name in ARCHS.items() if name == arch)
+    specs, refusals = {}, {}
+    for call, mode in itertools.product([eligibility.parse((), each) for each in arguments], modes):
+        known = Facts(capability, sm_count, grad_enabled=False, inference_mode=True, mode=mode, untested=True)
+        accepted, code, message = eligibility.check(call, known)
+        if not accepted:
+            refusals[code, message] = refusals.get((code, message), 0) + 1
+        elif (spec := op.spec_of(call, planning.plan(call, known), arch)) is not None:
+            specs[spec] = None
+    return specs, refusals

@@ -1,0 +1,294 @@
+"""The directory of compiled kernels: what is taken from it and what is not, what others may do to it, and its size."""
+
+import json
+import os
+import re
+import sys
+import time
+import types
+
+import pytest
+
+from fla_kda_backend.compiling import KernelSpec, disk
+from fla_kda_backend.compiling import spec as spec_module
+from fla_kda_backend.compiling.disk import Directory, Unusable, pack
+
+LIBRARY = b"\x7fELF" + bytes(range(256)) * 8
+SPEC = KernelSpec.of("column_split", "sm_90a", arithmetic="exact", bv=32, initial=None, segmented=False)
+OTHER = SPEC._replace(arch="sm_100a")
+
+
+@pytest.fixture(autouse=True)
+def dsl(monkeypatch):
+    """set.version is that of the DSL, None for a machine without."""
+    installed = types.SimpleNamespace(version="4.8.1")
+    for module in (spec_module, disk):
+        monkeypatch.setattr(module, "dsl_version", lambda: installed.version)
+    return installed
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return Directory(tmp_path / "kernels")
+
+
+def found(directory, spec=SPEC):
+    result = directory.find(spec)
+    return None if result is None else bytes(result[0])
+
+
+# ---- what is taken -------------------------------------------------------------------------------------------------
+def test_what_was_added_is_found(directory):
+    assert directory.find(SPEC) is None and directory.entries() == [] and not directory.path.exists()
+    path = directory.add(SPEC, LIBRARY, linked_by="gcc")
+    assert path == directory.path / SPEC.file_name and os.listdir(directory.path) == [SPEC.file_name]
+    assert path.read_bytes().startswith(LIBRARY)
+    library, where = directory.find(SPEC)
+    assert bytes(library) == LIBRARY and where == path and directory.find(OTHER) is None
+    (entry,) = directory.entries()
+    assert entry.spec == SPEC and entry.problem is None and entry.size == path.stat().st_size
+    assert entry.description["dsl"] == "4.8.1" and entry.description["linked_by"] == "gcc"
+
+
+def test_every_kind_of_option_survives(directory):
+    spec = KernelSpec.of("wy64", "sm_90a", a=None, b=True, c=1, d="x")
+    directory.add(spec, LIBRARY)
+    (entry,) = directory.entries()
+    assert entry.spec == spec and hash(entry.spec) == hash(spec)
+
+
+def test_a_machine_with_the_dsl_takes_its_own_version_alone(directory, dsl):
+    directory.add(SPEC, b"4.8.1")
+    dsl.version = "4.9.0"
+    assert found(directory) is None
+    directory.add(SPEC, b"4.9.0")
+    assert found(directory) == b"4.9.0" and len(directory.entries()) == 2
+    dsl.version = "4.8.1"
+    assert found(directory) == b"4.8.1"
+
+
+def test_a_machine_without_the_dsl_takes_any_version_the_newest_first(directory, dsl):
+    for dsl.version in ("4.9.0", "4.10.0", "4.8.1"):
+        directory.add(SPEC, dsl.version.encode())
+    directory.add(OTHER, b"other")
+    dsl.version = None
+    assert found(directory) == b"4.10.0"
+
+
+# ---- what is not ---------------------------------------------------------------------------------------------------
+def spoil(kind, whole):
+    inside = len(LIBRARY) + 20
+    return {
+        "empty": b"",
+        "short": whole[:20],
+        "truncated": whole[: len(whole) // 2],
+        "without its end": whole[:-1],
+        "longer": whole + b"\0",
+        "a bit in the library": bytes([whole[0], whole[1] ^ 1]) + whole[2:],
+        "a bit in the description": whole[:inside] + bytes([whole[inside] ^ 1]) + whole[inside + 1 :],
+        "a library of no one": LIBRARY,
+        "text": b"hello " * 100,
+    }[kind]
+
+
+KINDS = ["empty", "short", "truncated", "without its end", "longer", "a bit in the library", "a bit in the description",
+         "a library of no one", "text"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_whole_is_not_taken_and_can_be_replaced(kind, directory):
+    path = directory.add(SPEC, LIBRARY)
+    path.write_bytes(spoil(kind, path.read_bytes()))
+    with pytest.raises(Unusable, match="no kernel, or only part|checksum"):
+        directory.find(SPEC)
+    (entry,) = directory.entries()
+    assert re.match("it is no kernel|its checksum", entry.problem) and entry.description is None
+    directory.add(SPEC, LIBRARY)
+    assert found(directory) == LIBRARY
+
+
+def test_another_kernel_under_this_name_is_not_taken(directory):
+    directory.add(OTHER, LIBRARY).rename(directory.path / SPEC.file_name)
+    with pytest.raises(Unusable, match="another kernel's"):
+        directory.find(SPEC)
+
+
+def test_a_file_of_another_package_version_is_stale(directory, monkeypatch):
+    directory.add(SPEC, LIBRARY)
+    monkeypatch.setattr(spec_module, "__version__", "9.9")
+    assert directory.find(SPEC) is None
+    assert directory.entries()[0].problem.startswith("stale")
+
+
+@pytest.mark.parametrize("what, mode", [("folder", 0o777), ("folder", 0o775), ("folder", 0o757), ("file", 0o666),
+                                        ("file", 0o664), ("file", 0o646)])  # fmt: skip
+def test_what_others_can_write_is_not_taken(what, mode, directory):
+    path = directory.add(SPEC, LIBRARY)
+    (path if what == "file" else directory.path).chmod(mode)
+    with pytest.raises(Unusable, match=rf"can be written by others \(mode {mode:o}\)"):
+        directory.find(SPEC)
+    if what == "folder":
+        for use in (lambda: directory.add(OTHER, LIBRARY), directory.entries):
+            with pytest.raises(Unusable, match="the directory can be written by others"):
+                use()
+        assert directory.lock_path(SPEC) is None and os.listdir(directory.path) == [SPEC.file_name]
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_belongs_to_others_is_not_taken(what, directory, monkeypatch):
+    """By making this process another user; what is root's would be taken, so it must not be."""
+    path = directory.add(SPEC, LIBRARY)
+    owner = os.stat(path).st_uid
+    real, other = os.fstat, 4711
+
+    def fstat(descriptor):
+        status = list(real(descriptor)[:10])
+        if (os.readlink(f"/proc/self/fd/{descriptor}") == str(path)) == (what == "file"):
+            status[4] = other
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(Unusable, match=f"belongs to another user \\({other}\\)"):
+        directory.find(SPEC)
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    if owner == 0:
+        assert found(directory) == LIBRARY  # root's and our own
+
+
+@pytest.mark.parametrize("target", ["the kernel", "elsewhere", "nowhere", "fifo", "folder"])
+def test_only_regular_files_are_opened(target, directory, tmp_path):
+    """A link may lead to where others can write; a pipe would be waited for."""
+    path = directory.add(SPEC, LIBRARY)
+    moved = path.rename({"the kernel": directory.path / "real"}.get(target, tmp_path / "real"))
+    if target == "fifo":
+        os.mkfifo(path)
+    elif target == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "none" if target == "nowhere" else moved)
+    with pytest.raises(Unusable, match="cannot be opened|no regular file"):
+        directory.find(SPEC)
+
+
+def test_umask_of_a_group_does_no_harm(directory):
+    before = os.umask(0o002)
+    try:
+        directory.add(SPEC, LIBRARY)
+        assert found(directory) == LIBRARY
+    finally:
+        os.umask(before)
+
+
+def test_a_path_that_is_no_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    directory = Directory(tmp_path / "file")
+    assert directory.find(SPEC) is None and directory.lock_path(SPEC) is None
+    with pytest.raises(OSError):
+        directory.add(SPEC, LIBRARY)
+
+
+def test_a_disk_that_is_full_leaves_nothing(directory, monkeypatch):
+    directory.add(OTHER, LIBRARY)
+
+    def replace(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="No space"):
+        directory.add(SPEC, LIBRARY)
+    assert os.listdir(directory.path) == [OTHER.file_name]
+
+
+# ---- size and age --------------------------------------------------------------------------------------------------
+def fill(directory, ages):
+    """Files used `ages` days ago; their names, and the size of one."""
+    paths = []
+    for number, age in enumerate(ages):
+        path = directory.add(SPEC._replace(options=(("bv", number),)), LIBRARY)
+        os.utime(path, (time.time() - age * disk.DAY,) * 2)
+        paths.append(path)
+    return paths, paths[0].stat().st_size
+
+
+def test_the_least_recently_used_go_first(directory):
+    paths, size = fill(directory, [3, 1, 4, 2])
+    directory.trim(limit=2 * size + 1)
+    assert [path.exists() for path in paths] == [False, True, False, True]
+    directory.trim(limit=2 * size)
+    assert len(os.listdir(directory.path)) == 2
+    directory.trim(limit=0, keep=paths[3])
+    assert os.listdir(directory.path) == [paths[3].name]
+
+
+def test_use_is_noted_once_a_day(directory):
+    (path,), _ = fill(directory, [10])
+    spec = SPEC._replace(options=(("bv", 0),))
+    assert found(directory, spec) == LIBRARY
+    assert time.time() - path.stat().st_mtime < 60
+    recently = time.time() - disk.DAY / 2
+    os.utime(path, (recently,) * 2)
+    found(directory, spec)
+    assert path.stat().st_mtime == pytest.approx(recently)
+
+
+def test_what_killed_processes_left_is_removed(directory):
+    path = directory.add(SPEC, LIBRARY)
+    left = [directory.path / name for name in (".1-ab.tmp", ".x.so.lock", "README", ".other")]
+    for each in left:
+        each.write_text("")
+        os.utime(each, (time.time() - 2 * disk.DAY,) * 2)
+    young = directory.path / ".2-cd.tmp"
+    young.write_text("")
+    directory.trim(limit=1 << 30)
+    assert {*os.listdir(directory.path)} == {path.name, young.name, "README", ".other"}
+
+
+def test_clear_leaves_what_is_not_ours(directory):
+    fill(directory, [1, 2, 3])
+    (directory.path / "README").write_text("")
+    open(directory.lock_path(SPEC), "w").close()
+    assert directory.clear() == 3 and os.listdir(directory.path) == ["README"]
+    assert Directory(directory.path / "none").clear() == 0
+
+
+# ---- from bytes to a function ---------------------------------------------------------------------------------------
+@pytest.fixture
+def loader(monkeypatch):
+    """A loader that reads what it is told to load: .seen are (path, content); it fails for paths that .refuse accepts."""
+
+    def load_module(path):
+        seen.append((path, open(path, "rb").read()))
+        if loader.refuse(path):
+            raise RuntimeError("operation not permitted")
+        return {"launch": path}
+
+    seen = []
+    loader = types.SimpleNamespace(seen=seen, refuse=lambda path: False)
+    monkeypatch.setitem(sys.modules, "tvm_ffi", types.SimpleNamespace(load_module=load_module))
+    return loader
+
+
+def test_what_was_checked_is_what_is_loaded(directory, loader):
+    """Whoever replaces the file after the check changes nothing, and each library has a path of its own."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    path = directory.add(SPEC, LIBRARY)
+    library, where = directory.find(SPEC)
+    path.unlink()
+    path.write_bytes(b"evil")
+    assert len({disk.load(library, where) for _ in range(3)}) == 3
+    assert {content for _, content in loader.seen} == {LIBRARY} and str(path) not in {name for name, _ in loader.seen}
+    assert all(name.endswith(".so") and not os.path.exists(name) for name, _ in loader.seen)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_where_memory_may_not_be_executed_the_file_is_loaded(directory, loader):
+    path = directory.add(SPEC, LIBRARY)
+    loader.refuse = lambda name: name != str(path)
+    assert disk.load(*directory.find(SPEC)) == str(path) and len(loader.seen) == 2
+
+
+def test_packed_bytes_are_those_of_the_format():
+    content = pack(LIBRARY, SPEC, dsl="1")
+    library, description = disk.unpack(content)
+    assert bytes(library) == LIBRARY and description["key"] == SPEC.key and content.endswith(disk.MAGIC)
+    assert json.loads(json.dumps(description)) == description
