@@ -7,12 +7,12 @@ import argparse
 import time
 from pathlib import Path
 
-from . import bench, experiments
+from . import bench, experiments, models
 
 
 def needed_specs():
-    """Everything that bench, profile and experiments launch, each once, in a fixed order."""
-    return sorted({*bench.needed_specs(), *experiments.needed_specs()}, key=lambda spec: spec.name)
+    """Everything that bench, profile, experiments and models launch, each once, in a fixed order."""
+    return sorted({*bench.needed_specs(), *experiments.needed_specs(), *models.needed_specs()}, key=lambda spec: spec.name)
 
 
 def main(arguments=None):

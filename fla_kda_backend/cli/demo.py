@@ -17,8 +17,8 @@ ROUNDS = 20
 MODEL_ROUNDS = 10
 # Relative error on such inputs is about 6e-3 with a bf16 state; an error in the arithmetic shows as 0.1 and more.
 LIMIT = 1.5e-2
-# Between the logits of a model in bf16 on two right implementations, about 1e-2; a wrong one gives nearly 1.
-MODEL_LIMIT = 6e-2
+# Between the logits of a model in bf16 on two right implementations, about 2.5e-2; a kernel that is off by 0.05 gives 0.13.
+MODEL_LIMIT = 8e-2
 IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
 
 

@@ -49,7 +49,7 @@ FIRST_LINK = (8 + 4, 1, 1)
 SPINE = (8 + (8 + 8) + 8, 1 + 3 + 1, 1 + 3 + 2)
 STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies a lane, by state_v_first: rows of half a state
 # of prepare, by whether the gate is bounded and whether q and k are normalised
-PRODUCTS = {(True, True): 252, (True, False): 236, (False, True): 336, (False, False): 328}
+PRODUCTS = {(True, True): 252, (True, False): 236, (False, True): 376, (False, False): 360}
 DEFAULTS = dict(replay=False, segmented=False, initial=None, state_v_first=True, gate="bounded", l2norm=True)
 TENSOR_LOAD = "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
 BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -114,3 +114,9 @@ def check_chain(kernel, options):
 def test_not_in_segments(option, tmp_path):
     with pytest.raises(AssertionError, match=f"{option}=True needs segmented=False"):
         compiling.reports("wy64", "sm_90a", [{option: True, "segmented": True}], tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"gate": "given"}, {"gate": "softplus", "a_log": None}, {"beta_dtype": "fp16"}], ids=str)
+def test_prepare_says_what_it_does_not_take(wrong, tmp_path):
+    with pytest.raises(AssertionError, match="unsupported with gate"):
+        compiling.reports("wy64", "sm_90a", [wrong], tmp_path)

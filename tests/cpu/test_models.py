@@ -38,13 +38,13 @@ def test_the_listed_variants_are_what_the_gpu_tests_launch(name):
     if kind.a_log == "bf16":  # the model is converted
         short, long = (call | {name: call[name].bfloat16() for name in ("A_log", "dt_bias")} for call in (short, long))
     packed = short | {"cu_seqlens": torch.empty(4, dtype=torch.int32, device="meta")}
-    cases = [("wy64", kind, short), ("wy64", kind._replace(cu_dtype="int32"), packed), ("wy64 replay", kind, long)]
+    cases = [("wy64", kind, short), ("wy64", kind._replace(cu_dtype="int32"), packed), ("wy64 overlap replay", kind, long)]
     if name == "kda":
         state = torch.empty(1, gpu_models.HEADS, 128, 128, device="meta")
         cases.append(("wy64", kind._replace(initial="fp32"), short | {"initial_state": state}))
     for setting, expected, call in cases:
         assert specs.of_mode(call, "auto") == [gpu_specs.variant_of(expected, setting)]
-        assert (setting, expected) in gpu_models.VARIANTS or (name, setting) == ("gva", "wy64 replay")  # no test runs that
+        assert (setting, expected) in gpu_models.VARIANTS or (name, setting) == ("gva", "wy64 overlap replay")  # no test runs that
 
 
 def test_other_dtypes_of_the_gates_parameters():

@@ -207,7 +207,7 @@ def test_states_leave_nothing_to_replay():
 
 def test_grouped_values_count_by_value_heads():
     call = parse((), prefill(heads=1, **GROUPED))
-    assert planning.plan(call, H200) == planning.wy64(160, 2, 4, 132)
+    assert planning.plan(call, H200) == planning.wy64(160, 2, 4, 132, False)
     assert planning.plan(call, H200._replace(capability=(10, 0))) == planning.column_split("robust", 2, 4, 132)
 
 

@@ -25,7 +25,7 @@ VARIANTS = (  # setting of specs.py, kind
     # a prefill that goes on
     ("wy64", SOFTPLUS._replace(initial="fp32")),
     # thousands of tokens
-    *(("wy64 replay", kind) for kind in (SOFTPLUS, BOUNDED)),
+    *(("wy64 overlap replay", kind) for kind in (SOFTPLUS, BOUNDED)),
 )
 
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the tables
 
 import call_table
 import covering
+from gpu import models
 
 from fla_kda_backend import planning
 from fla_kda_backend.compiling import KernelSpec, builder
@@ -121,7 +122,9 @@ def specs_of_calls():
     """Those that test_calls.py launches."""
     stateless = (kind._replace(states=False) for kind in STATES)
     found = [variant_of(kind) for kind in (*call_table.KINDS, *BY_NAME, *STATES, *stateless)]
-    found += [variant_of(kind, "wy64 replay") for kind in REPLAYED]
+    found += [variant_of(kind, setting) for kind in REPLAYED for setting in ("wy64 replay", *OVERLAP)
+              if kind.cu_dtype is None or setting == "wy64 replay"]  # fmt: skip
+    found += [variant_of(kind, setting) for setting, kind in models.VARIANTS]
     found += [variant_of(kind, "robust") for kind in (*ROBUST_KINDS, *STATES)]
     return found + [variant_of(kind, "robust", state_chunk=32) for kind in STATES]
 

@@ -34,6 +34,11 @@ def _times(x, factors):
     return [[v * f for v, f in zip(*both)] for both in zip(x, factors)]
 
 
+def _rows(low, high):
+    """Words of rows 0 to 7 and of rows 8 to 15 in the order of an A fragment."""
+    return [low[0], high[0], low[1], high[1]]
+
+
 def _two_to(c):
     return [ptx.ex2(x) for x in c]
 
@@ -47,13 +52,14 @@ class Levels:
         group, column = lane >> 2, 2 * (lane & 3)
         _, _, fours, twos, single = self.level_matrices(lane)
         row8 = lane & 7
-        at = half * (TILE_BYTES // 2) + (16 * band + row8) * 128 + (((lane >> 3) ^ row8) << 4)
+        # 8 rows of q, of k, and both 8 channels further on
+        at = ptx.less_b32(0, lane & 8, k_tile, q_tile) + half * (TILE_BYTES // 2)
+        at += (16 * band + row8) * 128 + (((lane >> 4) ^ row8) << 4)
         for r in range(2):
             squares, diagonal, ones, pairs, quads = (_zero() for _ in range(5))
             for kk in range(4):
-                if kk % 2 == 0:
-                    q_words, k_words = (ptx.ldmatrix_x4((x + at + r * 1024) ^ (kk << 5)) for x in (q_tile, k_tile))
-                q, k = (words[2 * (kk % 2) :][:2] for words in (q_words, k_words))
+                words = ptx.ldmatrix_x4((at ^ (kk << 5)) + r * 1024)
+                q, k = words[::2], words[1::2]
                 if self.l2norm:
                     squares = self.meet(q, k, q, squares)
                 diagonal = self.meet(q, k, k, diagonal)
@@ -74,7 +80,9 @@ class Levels:
 
     def meet(self, q, k, columns, c):
         """c + 8 rows of q above 8 rows of k times 8 columns (None: of k), all as words of 8 channels."""
-        return ptx.mma_bf16((q[0], k[0], q[1], k[1]), k if columns is None else columns, c)
+        for *rows, column in zip(q, k, k if columns is None else columns):
+            c = ptx.mma_bf16_k8(rows, column, c)
+        return c
 
     @cute.jit
     def store_squares(self, smem, squares, products, r: cutlass.Constexpr, band, half, lane):
@@ -110,27 +118,23 @@ class Levels:
                 [[v * norm[w & 1] for v in ptx.unpack_bf16x2(words[w])] for w in range(4)]
                 for words, norm in zip((q_words, k_words), norms)
             )
-            meeting, shrink, grow = ([None] * 4 for _ in range(3))  # by word, as q and k
-            for t in range(2):
-                # factors of two channels: of rows 0 to 7 up to and behind the row, of rows 8 to 15 the same
-                (a, b), (c, d) = (
-                    (x[:2], x[2:])
-                    for x in (_two_to(self.sums(upto, behind, words)) for words in y[t])
-                )
-                meeting[2 * t : 2 * t + 2] = b, c
-                shrink[2 * t : 2 * t + 2] = a, *_times(_times([a], [b]), [c])
-                grow[2 * t : 2 * t + 2] = *_times(_times([c], [d]), [b]), d
-            q8, k8 = (_pack(_times(x, meeting)) for x in (q, k))
-            level8 = ptx.mma_bf16((q8[1], k8[1], q8[3], k8[3]), (k8[0], k8[2]), level8)
+            # factors of two channels: of rows 0 to 7 up to and behind the row, of rows 8 to 15 the same; then of all 8 rows
+            (a, b, upper), (c, d, lower) = (
+                zip(*((x[:2], x[2:], [x[e] * x[2 + e] for e in range(2)]) for x in factors))
+                for factors in zip(*([_two_to(self.sums(upto, behind, words)) for words in tile] for tile in y))
+            )
+            q_low, q_high, k_low, k_high = (_times(x[r::2], f) for x, r, f in ((q, 0, a), (q, 1, c), (k, 0, b), (k, 1, c)))
+            q8, k8 = _pack(q_high), _pack(k_high)
+            level8 = ptx.mma_bf16((q8[0], k8[0], q8[1], k8[1]), _pack(k_low), level8)
+            k_next = _rows(_times(k_low, lower), _times(k[1::2], d))
+            k = _rows(_times(k[::2], a), _times(k_high, upper))
+            q = _rows(q_low, _times(q_high, upper))
             columns = [table_at + kk * 64 + t * 32 for t in range(2)]
             start, end = ([f for c in columns for f in [ptx.lds_v2_f32(c + t)] * 2] for t in (FROM_START, TO_END))
-            k_next = _times(k, grow)
             ptx.sts_v4_b32(next_at + kk * 512, _pack(k_next))
             ptx.stmatrix_x4(k_at, _pack(_times(k_next, end)))
-            k = _times(k, shrink)
             k_band.append(_pack(k))
             ptx.stmatrix_x4(g_at, _pack([[-x for x in pair] for pair in _times(k, start)]))
-            q = _times(q, shrink)
             q_band.append(_pack(q))
             ptx.stmatrix_x4(q_at, _pack(_times(q, start)))
             ptx.settle(next_at, level8)

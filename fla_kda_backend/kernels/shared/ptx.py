@@ -229,13 +229,19 @@ def _mma_f32(kind):
 
 
 _mma_bf16, _mma_f16 = _mma_f32("bf16"), _mma_f32("f16")
-_mma_f16_k8 = instruction(
-    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
-    "ffff",
-    "rrrffff",
-    volatile=True,
-    doc="",
-)
+
+
+def _mma_k8(kind):
+    return instruction(
+        f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5}}, {{$6}}, {{$7, $8, $9, $10}};",
+        "ffff",
+        "rrrffff",
+        volatile=True,
+        doc="",
+    )
+
+
+_mma_bf16_k8, _mma_f16_k8 = _mma_k8("bf16"), _mma_k8("f16")
 _mma_f16_f16 = instruction(
     "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};",
     "rr",
@@ -253,6 +259,11 @@ def mma_bf16(a, b, c):
 def mma_f16(a, b, c):
     """c + a.b, m16n8k16, fp16 operands, fp32 accumulator: a 4 registers, b 2, c 4 fp32; returns 4 fp32."""
     return _mma_f16(*a, *b, *c)
+
+
+def mma_bf16_k8(a, b, c):
+    """c + a.b, m16n8k8, bf16 operands, fp32 accumulator: a 2 registers, b 1, c 4 fp32; returns 4 fp32."""
+    return _mma_bf16_k8(*a, b, *c)
 
 
 def mma_f16_k8(a, b, c):
