@@ -124,6 +124,9 @@ def prepare(outcome, code, message, call, plan=None):
         return Prepared(None)
 
 
+_new_record = tuple.__new__  # what Record._make does, without a Python frame
+
+
 class Prepared:
     """A decision that may be taken again, with everything but the time of its records. Holds no tensor."""
 
@@ -139,12 +142,11 @@ class Prepared:
         if self.content is None:
             return
         try:
-            entry = Record._make((time.time(), *self.content))
+            entry = _new_record(Record, (time.time(), *self.content))
             level = logging.INFO if self._keep(entry) else logging.DEBUG
             if logger.isEnabledFor(level):
                 logger.log(level, "%s", _Line(entry))
-            path = config.LOG.get()
-            if path is not None:
+            if config.LOG.raw() and (path := config.LOG.get()) is not None:
                 _append(path, entry)
         except Exception as error:
             logger.debug("a decision could not be logged: %r", error)

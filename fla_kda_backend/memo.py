@@ -4,6 +4,8 @@ A fingerprint names a call by everything that those read: metadata of tensors, p
 torch's modes and the environment. What the memo keeps holds no tensor.
 """
 
+from operator import itemgetter
+
 import torch
 
 from . import config
@@ -13,6 +15,47 @@ PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the sa
 DECIDING = (config.MODE, config.UNTESTED, config.COST)  # what is read only after the decision is not among them
 
 _verdicts: dict[tuple, object] = {}
+
+try:  # torch.compile's own check of tensors: one call for all of them, in C++
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # another torch: fingerprints alone
+    TensorGuards = None
+
+
+# The last call with a verdict: the layers of a model agree, so the next call mostly fits it too. One tuple, replaced as a
+# whole, so threads may share it. (names, state, types and values of plain arguments, getters of them and of tensors, check,
+# verdict)
+_recent = None
+
+
+def recent(names, values):
+    """The verdict, if the call is like the last one in everything that a fingerprint holds; otherwise None."""
+    last = _recent
+    if last is None:
+        return None
+    known, grad, inference, variables, plain, kinds, expected, tensors, check, verdict = last
+    if names != known or torch.is_grad_enabled() is not grad or torch.is_inference_mode_enabled() is not inference:
+        return None
+    found = plain(values)
+    if found != expected or [*map(type, found)] != kinds or environment() != variables or not check(*tensors(values)):
+        return None
+    return verdict
+
+
+def keep_recent(names, values, key, verdict):
+    global _recent
+    tensors = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor)]
+    plain = [i for i in range(len(values)) if i not in tensors]
+    zero = any(type(values[i]) is float and values[i] == 0 for i in plain)  # 0.0 equals -0.0
+    if TensorGuards is None or zero or len(tensors) < 2 or len(plain) < 2:  # of one index itemgetter makes no tuple
+        return
+    pick, rest = itemgetter(*tensors), itemgetter(*plain)
+    try:
+        check = TensorGuards(*pick(values), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except Exception:
+        return
+    found = rest(values)
+    _recent = names, key[0], key[1], key[2:5], rest, [*map(type, found)], found, pick, check, verdict
 
 
 def fingerprint(names, values):
@@ -62,4 +105,6 @@ def keep(key, verdict):
 
 def clear():
     """Forget everything: for who replaces what the verdicts came from."""
+    global _recent
     _verdicts.clear()
+    _recent = None

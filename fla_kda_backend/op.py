@@ -1,5 +1,7 @@
 """Run an accepted call: normalise its tensors, allocate, launch. The first module that reaches the kernels."""
 
+import math
+
 import torch
 
 try:  # where torch's own compiler gets them: the public functions take several times as long
@@ -8,6 +10,13 @@ except ImportError:  # a build without CUDA
     _cuda_getCurrentRawStream = _cuda_getDevice = None
 
 from .call import DEVICE_INPUTS, Call
+
+try:  # as its compiler's code allocates: no parsing of arguments
+    from torch._C import _get_deterministic_algorithms as _deterministic
+    from torch._C._dynamo.guards import _empty_strided_cuda
+except ImportError:
+    _empty_strided_cuda = None
+
 from .compiling.library import launcher
 from .compiling.spec import ARCHS, KernelSpec
 from .kernels.shared import record16, record64
@@ -166,7 +175,8 @@ class Launch:
         device = self.device = call.q.device
         chosen = dict(plan.options)
         self.shape = batch, length, heads, DIM
-        self.final_shape = None if final is None else (num_sequences, heads, DIM, DIM)
+        self.out = _contiguous(self.shape, torch.bfloat16)
+        self.final_state = None if final is None else _contiguous((num_sequences, heads, DIM, DIM), torch.float32)
         self.states, self.chunk_size, self.rows = chosen.get("states", False), int(call.chunk_size), None
         if not packed or call.use_graph:
             self.rows = -(-length // self.chunk_size) + (num_sequences - 1 if packed else 0)
@@ -187,25 +197,25 @@ class Launch:
         )
         spec = _specs.get((plan.kernel, device.index, options, arch)) or _spec(plan.kernel, device, options, arch)
         self.kernels = (find or launcher)(spec)
-        self.workspace = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
+        size = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
+        self.workspace = _contiguous((size,), torch.uint8)
         self.gate = chosen.get("gate", "bounded")
         gate_scale = float(call.lower_bound) * LOG2E if self.gate == "bounded" else 0.0
         self.settings = float(call.scale), gate_scale, length, num_sequences, qk_heads, heads
         self.segments = [(begin, min(begin + segment, slots)) for begin in range(0, slots, segment)]
         self.strided = STRIDED[plan.kernel]
-        self.seen = (), ()  # strides of the last call's q, k, v, g and beta, and what is told of them
+        self.seen = (), (), None  # strides of the last call's q, k, v, g and beta; `reading` of each; what is told of all
 
     def __call__(self, *inputs):
         """(out, final_state or None), and states where they are asked for, of DEVICE_INPUTS and cu_seqlens_cpu."""
-        # Sizes one by one: given as a torch.Size they cost torch more time than the rest of the allocation.
-        out = torch.empty(*self.shape, dtype=torch.bfloat16, device=self.device)
-        final_state = None
-        if self.final_shape is not None:
-            final_state = torch.empty(*self.final_shape, dtype=torch.float32, device=self.device)
         *inputs, cu_seqlens_cpu = inputs
-        if not self.states:
-            self.into(out, final_state, None, *inputs)
-            return out, final_state
+        with _on(self.device):
+            out, final_state = _empty(self.out, self.device), None
+            if self.final_state is not None:
+                final_state = _empty(self.final_state, self.device)
+            if not self.states:
+                self._into(out, final_state, None, *inputs)
+                return out, final_state
         batch, _, heads, _ = self.shape
         rows = self.rows
         if rows is None:
@@ -215,8 +225,12 @@ class Launch:
         self.into(out, final_state, states, *inputs)
         return out, final_state, states
 
-    def into(self, out, final_state, states, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias):
-        """The same into given tensors, final_state of the dtype that was announced."""
+    def into(self, *results_and_inputs):
+        """The same into given tensors out, final_state (of the dtype that was announced), states; then DEVICE_INPUTS."""
+        with _on(self.device):
+            self._into(*results_and_inputs)
+
+    def _into(self, out, final_state, states, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias):
         if self.kernels is None:
             if final_state is not None:
                 final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
@@ -224,40 +238,42 @@ class Launch:
         if self.gate == "given":
             A_log = dt_bias = None
         device = self.device
-        with _on(device):
-            by_token = q, k, v, g, beta
-            strides = [x.stride() for x in by_token]
-            seen, readings = self.seen
-            if strides != seen:
-                readings = [reading(x, self.strided) for x in by_token]
-                self.seen = strides, readings  # at once: other threads launch this too
-            addresses, told, copies = [], [], []
-            for x, (as_it_is, as_a_copy, unaligned) in zip(by_token, readings):
-                address = x.data_ptr()
-                if as_it_is is None or address & unaligned:
+        strides = [q.stride(), k.stride(), v.stride(), g.stride(), beta.stride()]
+        seen, readings, told = self.seen
+        if strides != seen:
+            readings = [reading(x, self.strided) for x in (q, k, v, g, beta)]
+            as_they_are = [as_it_is for as_it_is, _, _ in readings]
+            told = None if None in as_they_are else sum(as_they_are, ())
+            self.seen = strides, readings, told  # at once: other threads launch this too
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()]
+        rows = addresses[0] | addresses[1] | addresses[2] | addresses[3]
+        copies = []
+        if told is None or rows & readings[0][2] or addresses[4] & readings[4][2]:
+            told = ()
+            for i, (x, (as_it_is, as_a_copy, unaligned)) in enumerate(zip((q, k, v, g, beta), readings)):
+                if as_it_is is None or addresses[i] & unaligned:
                     copies.append(x.clone(memory_format=torch.contiguous_format))
-                    address, as_it_is = copies[-1].data_ptr(), as_a_copy
-                addresses.append(address)
+                    addresses[i], as_it_is = copies[-1].data_ptr(), as_a_copy
                 told += as_it_is
-            for x in (A_log, dt_bias, initial_state, cu_seqlens):
-                address = 0 if x is None else x.data_ptr()
-                if address % ALIGNMENT or not (x is None or x.is_contiguous()):
-                    copies.append(x.clone(memory_format=torch.contiguous_format))
-                    address = copies[-1].data_ptr()
-                addresses.append(address)
-            # The kernels take the results ahead of cu_seqlens.
-            addresses[-1:-1] = 0 if final_state is None else final_state.data_ptr(), out.data_ptr()
-            workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device)
-            addresses.append(workspace.data_ptr())
-            told.insert(0, 0 if states is None else states.data_ptr())
-            carry_in = carry_out = 0
-            if self.carries is not None:
-                carries = torch.empty(*self.carries, dtype=torch.float32, device=device)
-                carry_in, carry_out = carries[0].data_ptr(), carries[1].data_ptr()
-            stream = _stream(device)
-            for begin, end in self.segments:
-                self.kernels(*addresses, carry_in, carry_out, *told, *self.settings, begin, end, stream)
-                carry_in, carry_out = carry_out, carry_in
+        for x in (A_log, dt_bias, initial_state, cu_seqlens):
+            address = 0 if x is None else x.data_ptr()
+            if address % ALIGNMENT or not (x is None or x.is_contiguous()):
+                copies.append(x.clone(memory_format=torch.contiguous_format))
+                address = copies[-1].data_ptr()
+            addresses.append(address)
+        # The kernels take the results ahead of cu_seqlens.
+        addresses[-1:-1] = 0 if final_state is None else final_state.data_ptr(), out.data_ptr()
+        workspace = _empty(self.workspace, device)
+        addresses.append(workspace.data_ptr())
+        states_address = 0 if states is None else states.data_ptr()
+        carry_in = carry_out = 0
+        if self.carries is not None:
+            carries = torch.empty(*self.carries, dtype=torch.float32, device=device)
+            carry_in, carry_out = carries[0].data_ptr(), carries[1].data_ptr()
+        stream = _stream(device)
+        for begin, end in self.segments:
+            self.kernels(*addresses, carry_in, carry_out, states_address, *told, *self.settings, begin, end, stream)
+            carry_in, carry_out = carry_out, carry_in
 
     def _count_chunks(self, offsets):
         """Chunks of all packed sequences, as the kernels count them; waits for the GPU where the offsets lie there."""
@@ -297,6 +313,19 @@ def reading(x, strided):
     steps = [stride * x.element_size() for stride in (token, head)]  # 0 where x is expanded: the copy engine takes none
     rows = one_stride and inner == [1] and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
     return (token, head) if rows else None, whole, ALIGNMENT - 1
+
+
+def _contiguous(shape, dtype):
+    """What `_empty` allocates: (shape, strides, dtype)."""
+    return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype
+
+
+def _empty(what, device):
+    """A tensor of undefined content on the current device."""
+    if _empty_strided_cuda is None or _deterministic() or device.type != "cuda":
+        shape, _, dtype = what
+        return torch.empty(*shape, dtype=dtype, device=device)  # which fills it, where torch is to be deterministic
+    return _empty_strided_cuda(*what)
 
 
 _specs: dict[tuple, KernelSpec] = {}

@@ -18,7 +18,7 @@ from fla_kda_backend.reference import exact, gold
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
 CHUNKS = {"column_split": record16.CHUNK, "wy64": record64.CHUNK}  # tokens of a slot
 OWN = {"cu_dtype", "initial", "final", "segmented"}  # options that op adds to a plan's
-PLANS = {"column_split": {"arithmetic", "bv", "warps", "stages", "state_chunk"}, "wy64": {"max_ctas", "replay"}}
+PLANS = {"column_split": {"arithmetic", "bv", "warps", "stages", "state_chunk"}, "wy64": {"max_ctas", "overlap", "replay"}}
 ADDRESSES = ("q", "k", "v", "g", "beta", "a_log", "dt_bias", "initial_state", "final_state", "out", "cu_seqlens", "workspace",
              "carry_in", "carry_out", "states")  # fmt: skip
 STRIDES = tuple(f"{name}_{of}" for name in ("q", "k", "v", "g", "beta") for of in ("token", "head"))

@@ -44,7 +44,7 @@ def test_the_listed_variants_are_what_the_gpu_tests_launch(name):
         cases.append(("wy64", kind._replace(initial="fp32"), short | {"initial_state": state}))
     for setting, expected, call in cases:
         assert specs.of_mode(call, "auto") == [gpu_specs.variant_of(expected, setting)]
-        assert (setting, expected) in gpu_models.VARIANTS or (name, setting) == ("gva", "wy64 overlap replay")  # no test runs that
+        assert (setting, expected) in gpu_models.VARIANTS or (name, setting) == ("gva", "wy64 overlap replay")
 
 
 def test_other_dtypes_of_the_gates_parameters():
