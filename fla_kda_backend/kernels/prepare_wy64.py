@@ -287,6 +287,8 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
         elif const_expr(self.l2norm):
             self.squares(p.smem, q_tile + at, band, half, lane, 0)
             self.squares(p.smem, k_tile + at, band, half, lane, 512)
+        if const_expr(self.wide_gate):
+            ptx.fence_proxy_async()  # the reads of g before V, which the copy engine brings into its second tile
         self.sync()
         if warp == 0:
             with cute.arch.elect_one():
