@@ -10,7 +10,7 @@ the token's own band and t[b] the sum over band b:
     l        = running sum of y in a band                            tensor cores: a triangle of ones; fp32
     q^, k^   = x * rsqrt(sum x^2 + 1e-6)                             sum: diagonal of x x^T on the tensor cores; fp32
     q_band   = bf16(scale * q^ * 2^l)  k_band = bf16(k^ * 2^l)       CUDA cores; operands of A and M
-    k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same; k_inv where the gate is bounded
+    k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same; k_inv see below
     Q        = bf16(scale * q^ * 2^G)                                image in place of q
     K_end    = bf16(k^ * 2^(G_63 - G))                               image in place of k
     K_start  = bf16(-k^ * 2^G)                                       image in place of g
@@ -27,8 +27,8 @@ record: what rounding does to a band is then made up for in the bands below it, 
 errors of the chain come out smaller than with U and W each rounded from a product with (I + M)^-1.
 
 Every factor that joins two bands is at most 1 whatever the gate: blocks of neighbouring bands take k_next, blocks
-further apart k_next times the decay of the bands between. The diagonal blocks of a bounded gate take 2^l and 2^-l (16
-tokens: at most 2^115.4 with lower_bound >= -5), y being one fp16 term. Other gates know no bound: y is two fp16 terms
+further apart k_next times the decay of the bands between. The diagonal blocks of a bounded gate and keys of norm 1 take 2^l
+and 2^-l (16 tokens: at most 2^115.4 with lower_bound >= -5), y being one fp16 term. Otherwise: y is two fp16 terms
 down to -511 (2^-160 is 0 as it is), t[b] - l is a sum of its own, and a diagonal block is halved down to single tokens.
 With m the boundary between two neighbouring blocks of L = 8, 4, 2, 1 tokens, i in the upper and j in the lower one,
 
@@ -129,8 +129,10 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
         self.cu_dtype, self.zero_start = cu_dtype, zero_start
         self.gate, self.gate_dtype, self.a_log, self.dt_bias = gate, gate_dtype, a_log, dt_bias
         self.beta, self.beta_dtype, self.l2norm = beta, beta_dtype, l2norm
-        self.bounded, self.wide_gate = gate == "bounded", gate_dtype == "fp32"
-        self.crowded = not (self.bounded and l2norm)  # registers are short
+        self.wide_gate = gate_dtype == "fp32"
+        # Of keys of any size 2^-l could make infinities, and their products err more than those of the levels.
+        self.bounded = gate == "bounded" and l2norm
+        self.crowded = not self.bounded  # registers are short
 
     @cute.jit
     def __call__(self, q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, q_token, q_head, k_token, k_head, v_token,
@@ -276,7 +278,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
             decays = self.decay_sums(p.smem, g_tile, *ptx.pin([gate_scale]), rows_band, band, half, lane)
             self.store_band_sum(p.smem, decays, band, half, lane)
         else:
-            decays = self.log_decays(p.smem, g_tile, rows_band, band, half, lane)
+            decays = self.log_decays(p.smem, g_tile, gate_scale, rows_band, band, half, lane)
             self.store_band_sum_of(p.smem, decays, band, half, lane)
         cute.arch.mbarrier_wait(p.full + Q, parity)
         cute.arch.mbarrier_wait(p.full + K, parity)
@@ -284,7 +286,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
         self.zero_past_end(k_tile, rows_band, band, half)
         if const_expr(not self.bounded):
             self.near_levels(p.smem, q_tile, k_tile, decays, band, half, lane)
-        elif const_expr(self.l2norm):
+        else:
             self.squares(p.smem, q_tile + at, band, half, lane, 0)
             self.squares(p.smem, k_tile + at, band, half, lane, 512)
         if const_expr(self.wide_gate):

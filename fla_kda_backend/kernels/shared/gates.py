@@ -107,14 +107,16 @@ class Gates:
                 where = smem + BAND_SUM + band * 512 + half * 256 + n * 32 + (lane & 3) * 8
                 ptx.sts_v2_f32(where, sums[n][2], sums[n][3])
 
-    # ---- unbounded gates -------------------------------------------------------------------------------------------
-    def log_decays(self, smem, tile, rows_band, band, half, lane):
+    # ---- unbounded gates, or keys that are not normalised ----------------------------------------------------------
+    def log_decays(self, smem, tile, gate_scale, rows_band, band, half, lane):
         """y of the warp's rows in fp16, times 2^8: [8 tiles of 8 channels][8 tokens] (leading part, rest)."""
         g = self.gate_pairs(tile, band, half, lane)
         valid = self.valid(rows_band, lane)
-        if self.gate == "softplus":
+        if self.gate != "given":
             rate = ptx.lds_f32(smem + RATE)
             bias = self.bias_of_channels(smem, half, lane)
+        if self.gate == "bounded":
+            over_scale = ptx.rcp(gate_scale * Float32(WIDE_ONE))
         words = []
         for n in range(8):
             tile_words = []
@@ -122,6 +124,9 @@ class Gates:
                 x = g(n >> 1, n & 1, j)
                 if self.gate == "softplus":
                     y = [self.softplus(ptx.fma(v, LOG2E, bias[n])) * rate for v in x]
+                elif self.gate == "bounded":
+                    e = [ptx.ex2(ptx.fma(v, rate, bias[n])) for v in x]
+                    y = [ptx.rcp(ptx.fma(v, over_scale, over_scale)) for v in e]
                 else:
                     y = [v * Float32(LOG2E * WIDE_ONE) for v in x]
                 tile_words.append([part & valid[j] for part in ptx.split_f16x2_saturated(*y)])
