@@ -101,11 +101,12 @@ def test_padded_batch(name, side, device):
     with all_layers_here(model) as seen:
         ours = model(ids, attention_mask=mask).logits
     assert all(record.num_sequences == 3 and record.shapes[0][:2] == (1, sum(lengths)) for record in seen)
+    theirs = on_triton(model, ids, attention_mask=mask).logits
+    assert close(ours[mask.bool()], theirs[mask.bool()])
+    if (side, name) == ("right", "hybrid"):
+        return  # FLA's attention layer takes positions from the right end of a row
     for row, where, found in zip(ids, place, ours):
         assert close(found[where], here(model, row[None, where]).logits[0])
-    if side == "left":
-        theirs = on_triton(model, ids, attention_mask=mask).logits
-        assert close(ours[mask.bool()], theirs[mask.bool()])
 
 
 @pytest.mark.parametrize("name", ["gva", "hybrid"])
