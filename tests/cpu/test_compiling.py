@@ -15,14 +15,17 @@ import interpreters
 import pytest
 
 import fla_kda_backend
+from fla_kda_backend import planning
 from fla_kda_backend.compiling import ARCHS, KernelSpec, builder, disk, linking, specs_for_demo
 from fla_kda_backend.compiling import spec as spec_module
 
 BASE = {"arithmetic": "exact", "bv": 32, "warps": 4, "initial": None, "final": "fp32", "cu_dtype": None,
-        "segmented": False}  # fmt: skip
+        "segmented": False, "state_chunk": 64, **planning.FLASHKDA}  # fmt: skip
 CHANGES = [{}, {"arithmetic": "robust"}, {"bv": 64}, {"warps": 8}, {"initial": "fp32"}, {"initial": "bf16"},
            {"final": None}, {"final": "bf16"}, {"cu_dtype": "int32"}, {"cu_dtype": "int64"}, {"segmented": True},
-           {"stages": 5}]  # fmt: skip
+           {"stages": 5}, {"gate": "softplus"}, {"gate": "given"}, {"gate_dtype": "fp32"}, {"a_log": "bf16"}, {"a_log": None},
+           {"dt_bias": "bf16"}, {"dt_bias": None}, {"beta": "twice"}, {"beta": "given"}, {"beta_dtype": "fp32"},
+           {"l2norm": False}, {"state_v_first": False}, {"states": True}, {"state_chunk": 32}]  # fmt: skip
 needs_dsl = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL")
 
 
@@ -164,7 +167,7 @@ spec = KernelSpec.of("column_split", "sm_90a", **json.loads(sys.argv[1]))
 launch = library.launcher(spec)
 assert "cutlass" not in sys.modules
 try:
-    launch(*[0] * 14, 0.1, -7.0, 16, 1, 1, 0, 1, 0)
+    launch(*[0] * 15, 0.1, -7.0, 16, 1, 1, 1, 0, 1, 0)
 except RuntimeError as error:
     text = str(error)
 print(json.dumps([library.loaded()[spec], text]))
