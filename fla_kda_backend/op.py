@@ -1,5 +1,6 @@
 """Run an accepted call: normalise its tensors, allocate, launch. The first module that reaches the kernels."""
 
+import contextlib
 import math
 
 import torch
@@ -208,29 +209,35 @@ class Launch:
 
     def __call__(self, *inputs):
         """(out, final_state or None), and states where they are asked for, of DEVICE_INPUTS and cu_seqlens_cpu."""
+        if _is_current(self.device):
+            return self._run(*inputs)
+        with torch.cuda.device(self.device):
+            return self._run(*inputs)
+
+    def _run(self, *inputs):
         *inputs, cu_seqlens_cpu = inputs
-        with _on(self.device):
-            out, final_state = _empty(self.out, self.device), None
-            if self.final_state is not None:
-                final_state = _empty(self.final_state, self.device)
-            if not self.states:
-                self._into(out, final_state, None, *inputs)
-                return out, final_state
+        empty = _allocator(self.device)
+        out, final_state = empty(*self.out), None
+        if self.final_state is not None:
+            final_state = empty(*self.final_state)
+        if not self.states:
+            self._into(empty, out, final_state, None, *inputs)
+            return out, final_state
         batch, _, heads, _ = self.shape
         rows = self.rows
         if rows is None:
             offsets = inputs[DEVICE_INPUTS.index("cu_seqlens")] if cu_seqlens_cpu is None else cu_seqlens_cpu
             rows = self._count_chunks(offsets)
         states = torch.empty(batch, rows, heads, DIM, DIM, dtype=torch.bfloat16, device=self.device)
-        self.into(out, final_state, states, *inputs)
+        self._into(empty, out, final_state, states, *inputs)
         return out, final_state, states
 
     def into(self, *results_and_inputs):
         """The same into given tensors out, final_state (of the dtype that was announced), states; then DEVICE_INPUTS."""
         with _on(self.device):
-            self._into(*results_and_inputs)
+            self._into(_allocator(self.device), *results_and_inputs)
 
-    def _into(self, out, final_state, states, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias):
+    def _into(self, empty, out, final_state, states, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias):
         if self.kernels is None:
             if final_state is not None:
                 final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
@@ -256,14 +263,17 @@ class Launch:
                     addresses[i], as_it_is = copies[-1].data_ptr(), as_a_copy
                 told += as_it_is
         for x in (A_log, dt_bias, initial_state, cu_seqlens):
-            address = 0 if x is None else x.data_ptr()
-            if address % ALIGNMENT or not (x is None or x.is_contiguous()):
+            if x is None:
+                addresses.append(0)
+                continue
+            address = x.data_ptr()
+            if address % ALIGNMENT or not x.is_contiguous():
                 copies.append(x.clone(memory_format=torch.contiguous_format))
                 address = copies[-1].data_ptr()
             addresses.append(address)
         # The kernels take the results ahead of cu_seqlens.
         addresses[-1:-1] = 0 if final_state is None else final_state.data_ptr(), out.data_ptr()
-        workspace = _empty(self.workspace, device)
+        workspace = empty(*self.workspace)
         addresses.append(workspace.data_ptr())
         states_address = 0 if states is None else states.data_ptr()
         carry_in = carry_out = 0
@@ -316,16 +326,16 @@ def reading(x, strided):
 
 
 def _contiguous(shape, dtype):
-    """What `_empty` allocates: (shape, strides, dtype)."""
+    """What an allocator is told: (shape, strides, dtype)."""
     return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype
 
 
-def _empty(what, device):
-    """A tensor of undefined content on the current device."""
-    if _empty_strided_cuda is None or _deterministic() or device.type != "cuda":
-        shape, _, dtype = what
-        return torch.empty(*shape, dtype=dtype, device=device)  # which fills it, where torch is to be deterministic
-    return _empty_strided_cuda(*what)
+def _allocator(device):
+    """Gives tensors of undefined content on the current device, which `device` must be."""
+    if _empty_strided_cuda is not None and device.type == "cuda" and not _deterministic():
+        return _empty_strided_cuda
+    # Where torch is to be deterministic, this fills them.
+    return lambda shape, strides, dtype: torch.empty(*shape, dtype=dtype, device=device)
 
 
 _specs: dict[tuple, KernelSpec] = {}
@@ -348,20 +358,13 @@ def _stream(device):
     return _cuda_getCurrentRawStream(device.index)
 
 
-class _Here:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
-
-
-_HERE = _Here()
-
-
-def _on(device):
-    """Make `device` the current one; free where it is already."""
+def _is_current(device):
     index = device.index
     # A tensor on the device is there, so CUDA is initialised, which torch.cuda.current_device would ask each time.
     current = torch.cuda.current_device if index is None or _cuda_getDevice is None else _cuda_getDevice
-    return _HERE if current() == index else torch.cuda.device(device)
+    return current() == index
+
+
+def _on(device):
+    """Make `device` the current one."""
+    return contextlib.nullcontext() if _is_current(device) else torch.cuda.device(device)

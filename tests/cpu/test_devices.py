@@ -30,6 +30,7 @@ def gpus(monkeypatch):
         return types.SimpleNamespace(major=major, minor=minor, multi_processor_count=count)
 
     monkeypatch.setattr(op, "_specs", {})
+    monkeypatch.setattr(op, "_empty_strided_cuda", None)  # it knows nothing of fake tensors
     monkeypatch.setattr(facts, "_devices", {})
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)

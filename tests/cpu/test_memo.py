@@ -27,7 +27,7 @@ def backend(monkeypatch):
     launched = []
     monkeypatch.setattr(facts, "device_facts", lambda device: (H200.capability, H200.sm_count))
     monkeypatch.setattr(op, "launcher", lambda spec: lambda *arguments: launched.append((spec, arguments)))
-    monkeypatch.setattr(op, "_on", lambda device: op._HERE)
+    monkeypatch.setattr(op, "_is_current", lambda device: True)
     monkeypatch.setattr(op, "_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200.capability)
     with torch.no_grad():

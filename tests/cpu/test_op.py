@@ -375,4 +375,4 @@ def test_stream_and_device_are_those_of_the_tensors(monkeypatch, cheap):
     monkeypatch.setattr(torch.cuda, "current_device", absent if cheap else streams.device)
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     assert [op._stream(first), op._stream(second)] == [100, 101]
-    assert op._on(second) is op._HERE and isinstance(op._on(first), torch.cuda.device)
+    assert op._is_current(second) and not op._is_current(first) and isinstance(op._on(first), torch.cuda.device)
