@@ -117,7 +117,7 @@ def decide(args, kwargs, names, values):
         if key is not None and verdict.decision.code not in PASSING:
             memo.keep(key, verdict)
     if key is not None and memo.find(key) is verdict:
-        memo.keep_recent(names, values, key, verdict)
+        memo.looked_up(names, values, key, verdict)
     return verdict
 
 

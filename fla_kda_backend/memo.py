@@ -23,9 +23,9 @@ except ImportError:  # another torch: fingerprints alone
 
 
 # The last call with a verdict: the layers of a model agree, so the next call mostly fits it too. One tuple, replaced as a
-# whole, so threads may share it. (names, state, types and values of plain arguments, getters of them and of tensors, check,
-# verdict)
+# whole, so threads may share it: what `recent` unpacks.
 _recent = None
+_candidate = None  # the last verdict that was looked up
 
 
 def recent(names, values):
@@ -36,13 +36,22 @@ def recent(names, values):
     known, grad, inference, variables, plain, kinds, expected, tensors, check, verdict = last
     if names != known or torch.is_grad_enabled() is not grad or torch.is_inference_mode_enabled() is not inference:
         return None
-    found = plain(values)
-    if found != expected or [*map(type, found)] != kinds or environment() != variables or not check(*tensors(values)):
+    # Types before values: a tensor where there was none is not to be compared, which would wait for a GPU.
+    if [*map(type, values)] != kinds or plain(values) != expected or environment() != variables:
         return None
-    return verdict
+    return verdict if check(*tensors(values)) else None
+
+
+def looked_up(names, values, key, verdict):
+    """A verdict that is looked up twice in a row becomes the recent one: a check costs more to make than a look-up."""
+    global _candidate
+    if verdict is _candidate:
+        keep_recent(names, values, key, verdict)
+    _candidate = verdict
 
 
 def keep_recent(names, values, key, verdict):
+    """Have `recent` give the verdict to the next such call. key: the call's fingerprint."""
     global _recent
     tensors = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor)]
     plain = [i for i in range(len(values)) if i not in tensors]
@@ -54,8 +63,7 @@ def keep_recent(names, values, key, verdict):
         check = TensorGuards(*pick(values), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except Exception:
         return
-    found = rest(values)
-    _recent = names, key[0], key[1], key[2:5], rest, [*map(type, found)], found, pick, check, verdict
+    _recent = names, key[0], key[1], key[2:5], rest, [*map(type, values)], rest(values), pick, check, verdict
 
 
 def fingerprint(names, values):
@@ -105,6 +113,6 @@ def keep(key, verdict):
 
 def clear():
     """Forget everything: for who replaces what the verdicts came from."""
-    global _recent
+    global _recent, _candidate
     _verdicts.clear()
-    _recent = None
+    _recent = _candidate = None

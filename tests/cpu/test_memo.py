@@ -177,8 +177,31 @@ def test_equal_calls_have_one_fingerprint():
     assert fingerprint(**FULL) == fingerprint(**twin) and hash(fingerprint(**FULL)) == hash(fingerprint(**twin))
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_each_property_of_each_tensor_counts(name):
+def recent(*args, **kwargs):
+    """Whether the last verdict, on FULL, is given to the call."""
+    from fla_kda_backend import backend
+
+    names, values = backend.identity((), FULL)
+    memo.keep_recent(names, values, memo.fingerprint(names, values), "verdict")
+    return memo.recent(*backend.identity(args, kwargs)) == "verdict"
+
+
+@pytest.fixture
+def torchs_guards():
+    if memo.TensorGuards is None:
+        pytest.skip("this torch has no TensorGuards")
+
+
+def test_the_last_verdict_is_given_to_an_equal_call(torchs_guards):
+    twin = {name: torch.empty_like(value) if name in TENSORS else value for name, value in FULL.items()}
+    assert recent(**FULL) and recent(**twin)
+    assert not recent(**dict(reversed(FULL.items()))) and not recent(*FULL.values())
+    with torch.no_grad():
+        names, values = FULL.keys(), FULL.values()
+        assert memo.recent([0, *names], [*values]) is None
+
+
+def others_of(name):
     x = FULL[name]
     others = {
         "longer": tensor(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype),
@@ -192,6 +215,38 @@ def test_each_property_of_each_tensor_counts(name):
     if name in FLOATS:
         others["requires_grad"] = torch.empty_like(x).requires_grad_()
         others["Parameter that requires grad"] = torch.nn.Parameter(x)
+    return others
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_last_verdict_is_given_to_no_other_tensor(name, torchs_guards):
+    for kind, other in others_of(name).items():
+        assert not recent(**FULL | {name: other}), kind
+    strided = torch.empty_strided(FULL[name].shape, [2 * stride for stride in FULL[name].stride()], dtype=FULL[name].dtype,
+                                  device=FULL[name].device)  # fmt: skip
+    assert not recent(**FULL | {name: strided})
+
+
+@pytest.mark.parametrize("name", [name for name in FULL if name not in TENSORS])
+def test_the_last_verdict_is_given_to_no_other_value(name, torchs_guards):
+    for value in (True, False, 1, 0, 1.0, 0.0, -0.0, 2, -5, -5.0, None, "", "0.0", tensor(1), object()):
+        same = type(value) is type(FULL[name]) and value == FULL[name]
+        assert recent(**FULL | {name: value}) == same, value
+
+
+def test_a_zero_is_left_to_fingerprints(torchs_guards):
+    """0.0 equals -0.0."""
+    from fla_kda_backend import backend
+
+    memo.clear()
+    names, values = backend.identity((), FULL | {"scale": 0.0})
+    memo.keep_recent(names, values, memo.fingerprint(names, values), "verdict")
+    assert memo.recent(names, values) is None
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_each_property_of_each_tensor_counts(name):
+    others = others_of(name)
     keys = {kind: fingerprint(**FULL | {name: other}) for kind, other in others.items()}
     assert len({fingerprint(**FULL), *keys.values()}) == len(keys) + 1
     left_out = {other: value for other, value in FULL.items() if other != name}
