@@ -50,7 +50,7 @@ SPINE = (8 + (8 + 8) + 8, 1 + 3 + 1, 1 + 3 + 2)
 STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies a lane, by state_v_first: rows of half a state
 # of prepare, by whether it is bounded (gate and keys) and whether q and k are normalised
 PRODUCTS = {(True, True): 252, (False, True): 376, (False, False): 360}
-DEFAULTS = dict(replay=False, segmented=False, initial=None, state_v_first=True, gate="bounded", l2norm=True)
+DEFAULTS = dict(overlap=False, replay=False, segmented=False, initial=None, state_v_first=True, gate="bounded", l2norm=True)
 TENSOR_LOAD = "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
 BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
