@@ -319,7 +319,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
                 self.store_unless_first(p, n, Q_AT, self.tile(p, n, Q))
                 ptx.bulk_store(p.record(n) + K_END_AT, self.tile(p, n, K), Int32(TILE_BYTES))
                 ptx.bulk_commit()
-            self.make_plan(p, n + 1, self.task_of(p, n + 1, self.team()), *ptx.lds_v2_b32(p.plan(n) + SEQUENCES))
+            self.make_plan(p, n + 1, self.next_task(p, n), *ptx.lds_v2_b32(p.plan(n) + SEQUENCES))
             with cute.arch.elect_one():
                 ptx.bulk_wait_read()
             self.load(p, n + 1, G)

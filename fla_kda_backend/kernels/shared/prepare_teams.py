@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.prepare_loads import HEAD, TEAM
+from fla_kda_backend.kernels.shared.prepare_loads import HEAD, TASK, TEAM
 from fla_kda_backend.kernels.shared.record64 import LOG2_CHUNK, READY_AT
 from fla_kda_backend.kernels.shared.wy64 import clear_flags, flag_address
 
@@ -89,6 +89,13 @@ class PrepareTeams:
             later = ptx.less_b32(block, p.stay, later, p.slots * p.heads)
             task = ptx.less_b32(n, p.rounds, task, later)
         return task
+
+    def next_task(self, p, n):
+        """The one after number n."""
+        if const_expr(self.overlap):
+            return self.task_of(p, n + 1, self.team())
+        _, workers = self.worker(self.team())
+        return ptx.lds_b32(p.plan(n) + TASK) + workers
 
     def slot_of(self, p, number):
         """(sequence, slot) of chunk `number` of every head, in order of time over all sequences."""
