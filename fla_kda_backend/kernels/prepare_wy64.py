@@ -36,6 +36,12 @@ With m the boundary between two neighbouring blocks of L = 8, 4, 2, 1 tokens, i 
 
 where each exponent is a sum of y over tokens on one side of m, made on the tensor cores: no difference of sums. So
 nothing overflows, an underflow is a true one, and no later token reaches an earlier output.
+
+Where q and k are not normalised, the operands of A and M are fp16 instead of bf16: three more bits, as many as those of
+the tf32 that FLA's kernels multiply then. (Normalised q and k are bf16 there too.) Each row of q and of k is multiplied by
+a power of two first, so that fp16 holds q and k of any size; the accumulators are divided by those of their row and column,
+and that of A is multiplied by `scale` (operands.py). The images are made from the same fp32 values, without these factors.
+
 Rows past the sequence's end are zeros with y = beta = 0: they vanish from every product and d is the decay of the
 real rows.
 
@@ -69,6 +75,7 @@ from cutlass.memory import SmemAllocator
 from fla_kda_backend.kernels.shared import ptx, sequences
 from fla_kda_backend.kernels.shared.gates import Gates
 from fla_kda_backend.kernels.shared.levels import Levels
+from fla_kda_backend.kernels.shared.operands import Operands
 from fla_kda_backend.kernels.shared.prepare_loads import (
     HEADER_BYTES,
     INDEX,
@@ -102,7 +109,7 @@ GATES, PARAMETERS = ("bounded", "softplus", "given"), ("fp32", "bf16", None)
 BETAS, DTYPES = ("sigmoid", "twice", "given"), ("bf16", "fp32")
 
 
-class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
+class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSteps):
     """Compile-time facts: the dtype of cu_seqlens (None: equal lengths); max_ctas: the number of SMs; zero_start: the chain
     needs neither W nor Q of a sequence's first chunk, which are then not written; link_time: see PrepareTeams. Overlapped,
     cu_seqlens holds one sequence, and the launch covers all slots.
@@ -303,7 +310,9 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
         cute.arch.sync_warp()
         n, warp, band, half, lane = self.place(p, n)
         at = self.block_at(band, half, lane)
-        norms = [[x * scale for x in self.norms(p.smem, band, lane >> 2, 0)], self.norms(p.smem, band, lane >> 2, 512)]
+        norms = None
+        if const_expr(self.l2norm):
+            norms = [[x * scale for x in self.norms(p.smem, band, lane >> 2, 0)], self.norms(p.smem, band, lane >> 2, 512)]
         image_at = [self.tile(p, n, which) + at for which in (G, Q, K)]
         if const_expr(self.bounded):
             q_band, k_band, a, m = self.images(p.smem, image_at, decays, norms, band, half, lane)
@@ -332,7 +341,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, PrepareSteps):
             self.diagonal_blocks(smem, a, m, p.beta_rows(n), band, lane)
         for b in cutlass.range_constexpr(1, BANDS):
             if band == b:
-                self.blocks_below(smem, b, self.barrier(b), p.beta_rows(n), half, lane, q_band, k_band)
+                self.blocks_below(smem, b, self.barrier(b), p.beta_rows(n), scale, half, lane, q_band, k_band)
         cute.arch.mbarrier_wait(p.full + V, n & 1)
         self.zero_past_end(self.tile(p, n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half)
         ptx.fence_proxy_async()

@@ -31,7 +31,8 @@ A_SUMS = DIAGONAL + 8192  # of the blocks below the diagonal, half 0's sums of A
 SQUARES = A_SUMS  # until the images are done: sums of squares of q, k, [2][64 rows][2 halves]; then sums of levels.py
 BIAS = A_SUMS + 6144  # gates.py: dt_bias times a factor, fp32 [128]
 RATE = BIAS + 512  # exp(A_log) times a factor
-TILES_BYTES = RATE + 128
+POWERS = RATE + 128  # operands.py: [2 halves][64 rows] words
+TILES_BYTES = POWERS + 512
 
 
 def _zeros():
@@ -85,8 +86,6 @@ class PrepareSteps:
 
     def norms(self, smem, band, group, table):
         """Factors of two rows: 1 / norm."""
-        if not self.l2norm:
-            return [Float32(1.0)] * 2
         sums = [ptx.lds_v2_f32(smem + SQUARES + table + (16 * band + group + 8 * r) * 8) for r in range(2)]
         return [ptx.rsqrt(low + high + Float32(1e-6)) for low, high in sums]
 
@@ -210,11 +209,11 @@ class PrepareSteps:
         return ptx.ldmatrix_x4_trans(smem + DIAGONAL + band * 2048 + part * 512 + at)
 
     @cute.jit
-    def blocks_below(self, smem, b: cutlass.Constexpr, barrier, beta, half, lane, q_band, k_band):
+    def blocks_below(self, smem, b: cutlass.Constexpr, barrier, beta, scale, half, lane, q_band, k_band):
         """The blocks of A and of N left of the diagonal in band b's rows. The two warps of the band swap sums over
         their channels, with the given barrier between; half 0 finishes N, half 1 A."""
         first = b * (b - 1) // 2 * 1024 + lane * 16
-        sums = [self.half_sums(smem, b, other, half, lane, q_band, k_band) for other in range(b)]
+        sums = [self.half_sums(smem, b, other, scale, half, lane, q_band, k_band) for other in range(b)]
         if half == 0:
             self.store_sums(smem + A_SUMS + first, [a for a, _ in sums])
         else:
@@ -226,7 +225,7 @@ class PrepareSteps:
             for other, block in enumerate(self.whole_sums(smem + A_SUMS + first, [a for a, _ in sums])):
                 ptx.stmatrix_x4(self.a_block(smem, b, other, lane), _pack_block(block))
 
-    def half_sums(self, smem, b, other, half, lane, q_band, k_band):
+    def half_sums(self, smem, b, other, scale, half, lane, q_band, k_band):
         """Sums over the warp's channels of A_b,other and of M_b,other^T, the latter without beta."""
         a, m = _zeros(), _zeros()
         next_at = smem + K_NEXT + other * 4096 + half * 2048 + lane * 16
@@ -236,11 +235,15 @@ class PrepareSteps:
             if between is not None:
                 decay_at = smem + between + half * 256 + (lane & 3) * 8 + kk * 64
                 decay = [ptx.lds_v2_f32(decay_at + n * 32) for n in range(2)]
-                pairs = [ptx.unpack_bf16x2(w) for w in words]
-                words = [ptx.pack_bf16x2(*(x * f for x, f in zip(pairs[w], decay[w >> 1]))) for w in range(4)]
-            a = [ptx.mma_bf16(q_band[kk], (words[n], words[n + 2]), a[n]) for n in range(2)]
-            m = [ptx.mma_bf16(words, (k_band[kk][n], k_band[kk][n + 2]), m[n]) for n in range(2)]
-        return a, m
+                pairs = self.unpack(words)
+                words = self.pack((x * f for x, f in zip(pairs[w], decay[w >> 1])) for w in range(4))
+            a = [self.product(q_band[kk], (words[n], words[n + 2]), a[n]) for n in range(2)]
+            m = [self.product(words, (k_band[kk][n], k_band[kk][n + 2]), m[n]) for n in range(2)]
+        if self.l2norm:
+            return a, m
+        (q_rows, _), (_, k_rows) = (zip(*map(ptx.unpack_bf16x2, self.powers_of_rows(smem, x, half, lane))) for x in (b, other))
+        columns, others = (self.powers_of_columns(smem, x, half, lane) for x in (b, other))
+        return self.multiplied(a, [x * scale for x in q_rows], others), self.multiplied(m, k_rows, columns)
 
     def store_sums(self, at, blocks):
         for i, block in enumerate(blocks):

@@ -135,6 +135,13 @@ sub_bf16x2 = instruction(
 add_bf16x2 = instruction(
     "add.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on bf16 pairs, add.rn.bf16x2."
 )
+larger_bf16x2 = instruction(
+    "{ .reg .b32 a, b; abs.bf16x2 a, $1; abs.bf16x2 b, $2; max.bf16x2 $0, a, b; }",
+    "r",
+    "rr",
+    volatile=False,
+    doc="The larger of |a| and |b| of bf16 pairs; of a NaN and a number the number.",
+)
 mul_f16x2 = instruction("mul.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on fp16 pairs, mul.rn.f16x2.")
 add_f16x2 = instruction("add.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on fp16 pairs, add.rn.f16x2.")
 sub_f16x2 = instruction("sub.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on fp16 pairs, sub.rn.f16x2.")
@@ -276,7 +283,7 @@ def mma_f16_f16(a, b, c):
     return _mma_f16_f16(*a, *b, *c)
 
 
-_shuffle_xor = instruction(
+shuffle_xor = instruction(
     "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "r", "rr", volatile=True, doc="The word of lane XOR mask."
 )
 
@@ -285,13 +292,13 @@ def transpose_quad(words, place):
     """Transpose a 4 x 4 matrix of words over the lanes 4q to 4q + 3; `place` is lane % 4. Lane 4q + i gives the words [i]
     of four columns and gets the four words of column i."""
     first = [less_b32(place, 2, words[n], words[n + 2]) for n in range(2)]
-    other = [_shuffle_xor(less_b32(place, 2, words[n + 2], words[n]), 2) for n in range(2)]
+    other = [shuffle_xor(less_b32(place, 2, words[n + 2], words[n]), 2) for n in range(2)]
     result = []
     odd = place & 1
     for row in range(2):  # rows 2 * row and 2 * row + 1 of the two columns that this pair of lanes keeps
         pairs = [(less_b32(place, 2, first[n], other[n]), less_b32(place, 2, other[n], first[n])) for n in range(2)]
         kept = less_b32(odd, 1, pairs[0][row], pairs[1][row])
-        swapped = _shuffle_xor(less_b32(odd, 1, pairs[1][row], pairs[0][row]), 1)
+        swapped = shuffle_xor(less_b32(odd, 1, pairs[1][row], pairs[0][row]), 1)
         result += [less_b32(odd, 1, kept, swapped), less_b32(odd, 1, swapped, kept)]
     return result
 
