@@ -18,6 +18,14 @@ def device(cuda_device):
 
 
 @pytest.fixture(autouse=True)
+def _memory_goes_back():
+    """What a large test had, other processes on the GPU may need."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 << 30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def _only_listed_variants(monkeypatch):
     """Every variant that a test launches is one that specs.py exports, so that a machine without the DSL has it.
 
