@@ -108,7 +108,7 @@ def refused_arguments(call, facts):
     if call.use_graph and cu_seqlens is not None and isinstance(call.max_num_seqs, NUMBER):
         if call.max_num_seqs != len(cu_seqlens) - 1:
             return f"with use_graph requires max_num_seqs={len(cu_seqlens) - 1}, got {call.max_num_seqs}"
-    if call.return_intermediate_states and (call.disable_recompute or not facts.inference_mode):
+    if call.return_intermediate_states and (call.disable_recompute is not False or not facts.inference_mode):
         return "with return_intermediate_states requires inference mode and disable_recompute=False"
     return None
 
@@ -175,6 +175,8 @@ def one_device(call, facts):
 
 
 def no_grad(call, facts):
+    if facts.forward_ad:
+        return "computes no gradients, got a call inside torch.autograd.forward_ad.dual_level()"
     if facts.grad_enabled:
         for name, value in call.inputs:
             if value.requires_grad:

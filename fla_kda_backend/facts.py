@@ -16,6 +16,7 @@ class Facts(NamedTuple):
     inference_mode: bool
     mode: str  # "auto" or "exact"
     untested: bool  # whether GPUs that the kernels never ran on may be tried
+    forward_ad: bool = False  # whether tensors may carry tangents
 
 
 _devices: dict[int, tuple[tuple[int, int], int]] = {}  # device index -> capability, sm_count
@@ -31,7 +32,13 @@ def gather(call):
         torch.is_inference_mode_enabled(),
         config.MODE.get(),
         config.UNTESTED.get(),
+        forward_ad_level() >= 0,
     )
+
+
+def forward_ad_level():
+    """Of torch.autograd.forward_ad; -1 outside of its blocks."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1)
 
 
 def device_facts(device):

@@ -4,11 +4,11 @@ A fingerprint names a call by everything that those read: metadata of tensors, p
 torch's modes and the environment. What the memo keeps holds no tensor.
 """
 
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 
-from . import config
+from . import config, facts
 
 LIMIT = 256  # calls; the layers of a model agree, so few are in use at a time
 PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the same to everybody; float is not, see below
@@ -24,6 +24,7 @@ except ImportError:  # another torch: fingerprints alone
 
 # The last call with a verdict: the layers of a model agree, so the next call mostly fits it too. One tuple, replaced as a
 # whole, so threads may share it: what `recent` unpacks.
+is_nested = attrgetter("is_nested")
 _recent = None
 _candidate = None  # the last verdict that was looked up
 
@@ -39,7 +40,9 @@ def recent(names, values):
     # Types before values: a tensor where there was none is not to be compared, which would wait for a GPU.
     if [*map(type, values)] != kinds or plain(values) != expected or environment() != variables:
         return None
-    return verdict if check(*tensors(values)) else None
+    found = tensors(values)
+    # The check ends the process if a tensor has no strides, which a nested one may be without its type telling.
+    return verdict if not any(map(is_nested, found)) and check(*found) else None
 
 
 def looked_up(names, values, key, verdict):
@@ -58,12 +61,14 @@ def keep_recent(names, values, key, verdict):
     zero = any(type(values[i]) is float and values[i] == 0 for i in plain)  # 0.0 equals -0.0
     if TensorGuards is None or zero or len(tensors) < 2 or len(plain) < 2:  # of one index itemgetter makes no tuple
         return
+    if any(values[i].layout is not torch.strided or values[i].is_nested for i in tensors):
+        return
     pick, rest = itemgetter(*tensors), itemgetter(*plain)
     try:
         check = TensorGuards(*pick(values), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except Exception:
         return
-    _recent = names, key[0], key[1], key[2:5], rest, [*map(type, values)], rest(values), pick, check, verdict
+    _recent = names, key[0], key[1], key[2:6], rest, [*map(type, values)], rest(values), pick, check, verdict
 
 
 def fingerprint(names, values):
@@ -89,9 +94,9 @@ def fingerprint(names, values):
 
 
 def environment():
-    """The variables that decide, as they are now."""
+    """What else decides, as it is now: variables, and whether tensors may carry tangents."""
     mode, untested, cost = DECIDING
-    return mode.raw(), untested.raw(), cost.raw()
+    return mode.raw(), untested.raw(), cost.raw(), facts.forward_ad_level()
 
 
 def find(key):
@@ -104,7 +109,7 @@ def keep(key, verdict):
 
     Not if another thread has changed the environment since: the verdict may be that of another fingerprint.
     """
-    if environment() != key[2:5]:
+    if environment() != key[2:6]:
         return
     if len(_verdicts) >= LIMIT:
         _verdicts.clear()

@@ -141,6 +141,18 @@ CASES = [
         "computes no gradients, got grad mode and k that requires grad",
     ),
     (
+        {},
+        H200._replace(forward_ad=True),
+        "no_grad",
+        "computes no gradients, got a call inside torch.autograd.forward_ad.dual_level()",
+    ),
+    (
+        {"return_intermediate_states": True, "disable_recompute": None},
+        INFERENCE,
+        FLA_REFUSES,
+        "with return_intermediate_states requires inference mode and disable_recompute=False",
+    ),
+    (
         {"A_log": grown(4, dtype=f32)},
         TRAINING,
         "no_grad",

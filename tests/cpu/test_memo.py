@@ -8,11 +8,14 @@ import time
 import types
 import warnings
 import weakref
+from pathlib import Path
 
+import interpreters
 import pytest
 import torch
 from calls import H200, prefill, tensor
 
+import fla_kda_backend
 from fla_kda_backend import config, dispatch_log, facts, memo, op, planning
 from fla_kda_backend.call import PARAMETERS, POSITIONAL
 
@@ -232,6 +235,36 @@ def test_the_last_verdict_is_given_to_no_other_value(name, torchs_guards):
     for value in (True, False, 1, 0, 1.0, 0.0, -0.0, 2, -5, -5.0, None, "", "0.0", tensor(1), object()):
         same = type(value) is type(FULL[name]) and value == FULL[name]
         assert recent(**FULL | {name: value}) == same, value
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("kind", ["nested", "sparse", "compressed"])
+def test_tensors_without_strides_end_no_process(kind, twice, torchs_guards):
+    """torch's check of them does; so a process of its own, as the call after others, and as others themselves."""
+    odd = {"nested": "torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)])",
+           "sparse": "torch.zeros(16, 256).to_sparse()", "compressed": "torch.zeros(16, 256).to_sparse_csr()"}[kind]
+    interpreters.result(
+        "import json, torch\n"
+        "from fla_kda_backend import backend, dispatch_log\n"
+        "x = torch.zeros(1, 4, 2, 128)\n"
+        "plain = dict(q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, safe_gate=True)\n"
+        f"odd = plain | {{'g': {odd}}}\n"
+        "def ask(call):\n"
+        "    return backend.decide((), call, *backend.identity((), call)).decision.accepted\n"
+        f"calls = [odd] * 4 if {twice} else [plain] * 3 + [odd] * 2\n"
+        "assert not any(map(ask, calls))\n"
+        "print(json.dumps(None))",
+        PYTHONPATH=Path(fla_kda_backend.__file__).parent.parent,
+        PYTHONWARNINGS="ignore",
+    )  # fmt: skip
+
+
+def test_forward_mode_gradients_count(monkeypatch):
+    q, k = FULL["q"], FULL["k"]
+    outside = fingerprint(q, k)
+    with torch.autograd.forward_ad.dual_level():
+        assert fingerprint(q, k) != outside
+    assert fingerprint(q, k) == outside
 
 
 def test_a_zero_is_left_to_fingerprints(torchs_guards):
