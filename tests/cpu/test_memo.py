@@ -241,14 +241,13 @@ def test_the_last_verdict_is_given_to_no_other_value(name, torchs_guards):
 @pytest.mark.parametrize("kind", ["nested", "sparse", "compressed"])
 def test_tensors_without_strides_end_no_process(kind, twice, torchs_guards):
     """torch's check of them does; so a process of its own, as the call after others, and as others themselves."""
-    odd = {"nested": "torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)])",
+    odd = {"nested": "torch.nested.nested_tensor([torch.zeros(5, 2, 128), torch.zeros(8, 2, 128)])",
            "sparse": "torch.zeros(16, 256).to_sparse()", "compressed": "torch.zeros(16, 256).to_sparse_csr()"}[kind]
     interpreters.result(
         "import json, torch\n"
         "from fla_kda_backend import backend, dispatch_log\n"
-        "x = torch.zeros(1, 4, 2, 128)\n"
-        "plain = dict(q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, safe_gate=True)\n"
-        f"odd = plain | {{'g': {odd}}}\n"
+        "plain = {name: torch.zeros(1, 4, 2, 128) for name in 'qkvg'} | dict(beta=torch.zeros(1, 4, 2), scale=1.0, safe_gate=True)\n"
+        f"odd = plain | {{'q': {odd}}}\n"
         "def ask(call):\n"
         "    return backend.decide((), call, *backend.identity((), call)).decision.accepted\n"
         f"calls = [odd] * 4 if {twice} else [plain] * 3 + [odd] * 2\n"
