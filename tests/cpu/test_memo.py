@@ -246,7 +246,8 @@ def test_tensors_without_strides_end_no_process(kind, twice, torchs_guards):
     interpreters.result(
         "import json, torch\n"
         "from fla_kda_backend import backend, dispatch_log\n"
-        "plain = {name: torch.zeros(1, 4, 2, 128) for name in 'qkvg'} | dict(beta=torch.zeros(1, 4, 2), scale=1.0, safe_gate=True)\n"
+        "plain = {name: torch.zeros(1, 4, 2, 128) for name in 'qkvg'}\n"
+        "plain |= dict(beta=torch.zeros(1, 4, 2), scale=1.0, safe_gate=True)\n"
         f"odd = plain | {{'q': {odd}}}\n"
         "def ask(call):\n"
         "    return backend.decide((), call, *backend.identity((), call)).decision.accepted\n"
