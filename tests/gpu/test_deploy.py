@@ -138,7 +138,7 @@ print(json.dumps([childs == found, here, all_ran_here()]))
 
 
 @pytest.fixture(scope="module")
-def warm():
+def warm(cuda_device):
     """A process has filled the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLA_FLASH_KDA", "0")
