@@ -59,20 +59,14 @@ class KdaCuteBackend(BaseBackend):
         verdict = decide(args, kwargs, names, values)
         accepted, code, message = verdict.decision
         if accepted or config.STRICT.get():
-            handoff.waiting = len(args), names[1:], values, verdict
+            handoff.put(names, values, verdict)
             return True, None
         verdict.log.record()
         return False, f"{code}: {message}"
 
     def chunk_kda(self, *args, **kwargs):
-        waiting = handoff.waiting
-        handoff.waiting = None
-        values = [*args, *kwargs.values()]
-        if waiting is not None and len(args) == waiting[0] and [*kwargs] == waiting[1] and all(map(is_, values, waiting[2])):
-            verdict = waiting[3]
-        else:
-            names, values = identity(args, kwargs)
-            verdict = decide(args, kwargs, names, values)
+        names, values = identity(args, kwargs)
+        verdict = handoff.take(names, values) or decide(args, kwargs, names, values)
         accepted, code, message = verdict.decision
         if not accepted:
             verdict.log.record()
