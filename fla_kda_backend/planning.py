@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import torch
 
-from .kernels.shared import record64
+from .kernels.shared import groups, record64
 
 BV_CHOICES = (32, 64, 128)
 V_DIM = 128
 WGMMA_CAPABILITY = (9, 0)  # the only one whose tensor cores have the instructions of the 64-token kernels
 # Tasks of 132 SMs up to which a schedule is the fastest, measured on an H200 at 8,192 tokens, in us:
 REPLAY_TASKS = 40  # without overlap: 40 tasks 191 against 204, 48 tasks 220 against 224, 64 tasks 305 against 271
-OVERLAP_TASKS = 64  # overlap: 48 tasks 201 against 220, 64 tasks 269 against 271, 80 tasks 335 against 327
+OVERLAP_TASKS = 256  # overlap: 48 tasks 201 against 220
 OVERLAP_REPLAY_TASKS = 24  # both: 24 tasks 123 against 137 with overlap alone, 32 tasks 162 against 148
 WORKSPACE_LIMIT = 1 << 31  # bytes; a call that would need more runs in segments of the time axis
 LONG = 2048  # tokens of a sequence, on average, from which on they pay: 2,048 tokens 35 against 40 us, 1,024 tokens 28 to 29
@@ -98,8 +98,8 @@ def beyond_flashkda(call, variant):
 
 
 def wy64(tokens, num_sequences, heads, sm_count, packed, variant=None):
-    """The 64-token kernels: half of the value columns a task. Where long chains would leave many SMs idle, overlap: the chain
-    runs beside prepare, which must then know every sequence's place in time; and replay: idle SMs compute outputs.
+    """The 64-token kernels: half of the value columns a task. Overlap, for long chains: they run beside prepare, which must
+    then know every sequence's place in time; and replay, where they are few: idle SMs compute outputs.
 
     heads: HV. variant: options of FLASHKDA that are otherwise; a chain that writes all states leaves none to replay.
     """
@@ -115,6 +115,8 @@ def wy64(tokens, num_sequences, heads, sm_count, packed, variant=None):
     overlap = long and upto(OVERLAP_TASKS) and (num_sequences == 1 or not packed)
     replay = long and upto(OVERLAP_REPLAY_TASKS if overlap else REPLAY_TASKS) and not variant.get("states")
     grid = max(sm_count, 2 * tasks) if replay else min(tasks, sm_count)
+    if overlap and not replay:
+        grid = 2 * groups.chains_at_once(tasks // 2, sm_count)
     return Plan("wy64", (("max_ctas", sm_count), ("overlap", overlap), ("replay", replay), *variant.items()), grid)
 
 

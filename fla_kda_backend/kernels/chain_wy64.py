@@ -37,7 +37,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from fla_kda_backend.kernels.shared import ptx, sequences, states
+from fla_kda_backend.kernels.shared import groups, ptx, sequences, states
 from fla_kda_backend.kernels.shared.chain_fragments import (
     A_COLUMN,
     K_MAJOR,
@@ -152,8 +152,12 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     link_time = 90  # beside an overlapped prepare, see there; measured on an H200
     resumes = False  # whether an item may begin inside a sequence although the launch is not segmented
 
+    def at_once(self, chains):
+        """How many chains, of two tasks each, run at once beside an overlapped prepare; see groups.py."""
+        return groups.chains_at_once(chains, self.max_ctas, most=cutlass.max)
+
     def grid(self, tasks):
-        return cutlass.min(tasks, Int32(self.max_ctas))
+        return 2 * self.at_once(tasks // 2) if self.overlap else cutlass.min(tasks, Int32(self.max_ctas))
 
     @cute.jit
     def resume(self, p, item, t):

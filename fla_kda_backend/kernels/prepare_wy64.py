@@ -111,7 +111,7 @@ BETAS, DTYPES = ("sigmoid", "twice", "given"), ("bf16", "fp32")
 
 class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSteps):
     """Compile-time facts: the dtype of cu_seqlens (None: equal lengths); max_ctas: the number of SMs; zero_start: the chain
-    needs neither W nor Q of a sequence's first chunk, which are then not written; link_time: see PrepareTeams. Overlapped,
+    needs neither W nor Q of a sequence's first chunk, which are then not written; beside: see PrepareTeams. Overlapped,
     cu_seqlens holds one sequence, and the launch covers all slots.
 
     gate: "bounded", "softplus" or "given"; gate_dtype: that of g. a_log, dt_bias: their dtypes; None: exp(A_log) is 1,
@@ -119,7 +119,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
     whether q and k are normalised. Dtypes are "bf16" or "fp32".
     """
 
-    def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, link_time=None, gate="bounded",
+    def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, beside=None, gate="bounded",
                  gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid", beta_dtype="bf16", l2norm=True):  # fmt: skip
         facts = dict(cu_dtype=cu_dtype, gate=gate, gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta,
                      beta_dtype=beta_dtype)  # fmt: skip
@@ -131,7 +131,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
             wrong["a_log"] = None
         if wrong:
             raise ValueError(f"unsupported with gate={gate!r}: {wrong}")
-        super().__init__(max_ctas, link_time)
+        super().__init__(max_ctas, beside)
         self.smem_bytes = self.teams * (HEADER_BYTES + STRIDE)
         self.cu_dtype, self.zero_start = cu_dtype, zero_start
         self.gate, self.gate_dtype, self.a_log, self.dt_bias = gate, gate_dtype, a_log, dt_bias
@@ -155,11 +155,11 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         k_map, _ = self.tensor_map(K, k, k_token, k_head, tokens, qk_heads)
         v_map, v_coordinates = self.tensor_map(V, v, v_token, v_head, tokens, heads)
         pairs = (slot_end - slot_begin) * heads
-        rounds, stay, grid = self.schedule(pairs, num_seqs, heads)
+        rounds, stay, grid, at_once = self.schedule(pairs, num_seqs, heads)
         self.kernel(
             g_map, q_map, k_map, v_map, g_coordinates, v_coordinates, beta, beta_token, beta_head, a_log, dt_bias, out,
             cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads, heads // qk_heads, slot_begin,
-            slot_end - slot_begin, rounds, stay,
+            slot_end - slot_begin, rounds, stay, at_once,
         ).launch(
             grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
@@ -195,6 +195,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         slots: Int32,
         rounds: Int32,  # see PrepareTeams.schedule
         stay: Int32,
+        at_once: Int32,
     ):
         if const_expr(not self.overlap):
             ptx.dependency_launch()
@@ -208,7 +209,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         coordinates = (g_coordinates, v_coordinates, v_coordinates, v_coordinates)
         p = Problem(full, tiles, full.toint(), tiles.toint(), (g_map, q_map, k_map, v_map), coordinates, beta, beta_token,
                     beta_head, a_log, dt_bias, cu_seqlens, workspace, seq_len, num_seqs, heads, group, slot_begin,
-                    slots, rounds, stay)  # fmt: skip
+                    slots, rounds, stay, at_once)  # fmt: skip
         warp = self.warp()
         if const_expr(self.cu_dtype is not None):
             self.clear_outside(p, out)

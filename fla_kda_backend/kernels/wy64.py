@@ -7,7 +7,9 @@ because every CTA of the chain has a loader that waits, also where it has no chu
 
 Overlapped, a loader waits for the flag of each record instead, and for prepare at its end. Every CTA of prepare has cleared
 the flags of its own records before the first CTA of the chain can start, and is on its SM by then, or done: it goes on to
-its end whatever the chain does, so each flag is set. Where programmatic overlap is off, the chain finds all flags set.
+its end whatever the chain does, so each flag is set. A CTA of the chain takes its tasks one after the other and waits for
+nothing but flags, so it does not matter how many of them find an SM: any one of them comes to its end. Where programmatic
+overlap is off, the chain finds all flags set.
 """
 
 import cutlass.cute as cute
@@ -19,7 +21,7 @@ from fla_kda_backend.kernels.prepare_wy64 import PrepareWY64
 
 class WY64:
     """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments; overlap: for
-    sequences of equal length, or one packed one, whose 2 * num_seqs * heads tasks are fewer than the SMs; no segments.
+    sequences of equal length, or one packed one; no segments.
 
     Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
     """
@@ -37,8 +39,8 @@ class WY64:
             raise ValueError("overlap=True needs segmented=False")
         options["overlap"] = overlap
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
-        link_time = self.chain.link_time if overlap else None
-        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time, gate=gate, gate_dtype=gate_dtype,
+        beside = self.chain if overlap else None
+        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, beside, gate=gate, gate_dtype=gate_dtype,
                                    a_log=a_log, dt_bias=dt_bias, beta=beta, beta_dtype=beta_dtype, l2norm=l2norm)  # fmt: skip
 
     def smem_bytes(self):

@@ -98,9 +98,33 @@ def test_overlap_of_one_packed_sequence_changes_no_bit(setting, begin, end, devi
     assert found[0].isfinite().all() and same(found, run(inputs, "wy64"))
 
 
-def test_overlapped_calls_on_two_streams_come_to_an_end(device):
+@pytest.mark.parametrize("state", [None, torch.float32])
+@pytest.mark.parametrize("batch, heads, tokens", [
+    (1, 25, 2100), (1, 40, 2048), (1, 48, 2048), (1, 96, 2048), (2, 24, 2048), (5, 19, 640), (1, 128, 64), (1, 48, 8192),
+])  # fmt: skip
+def test_overlap_in_groups_changes_no_bit(batch, heads, tokens, state, device):
+    """The chain's CTAs work through several tasks; the last group may be smaller, as of 25 heads."""
+    inputs = random_inputs(tokens, heads, batch=batch, state=state, device=device)
+    whole = run(inputs, "wy64")
+    overlapped = [run(inputs, "wy64 overlap") for _ in range(3)]
+    finish()
+    assert whole[0].isfinite().all() and whole[1].isfinite().all()
+    assert all(same(found, whole) for found in overlapped)
+
+
+@pytest.mark.parametrize("begin, end", [(0, 3000), (70, 2950), (1500, 3000), (300, 300), (0, 100)])
+def test_overlap_in_groups_of_one_packed_sequence_changes_no_bit(begin, end, device):
+    """Slots that it does not fill lie between one group's chunks and the next one's."""
+    inputs = random_inputs(3000, 48, cu_seqlens=[begin, end], device=device)
+    found = run(inputs, "wy64 overlap")
+    finish()
+    assert found[0].isfinite().all() and same(found, run(inputs, "wy64"))
+
+
+@pytest.mark.parametrize("heads", [20, 48])
+def test_overlapped_calls_on_two_streams_come_to_an_end(heads, device):
     """Each chain waits beside the other stream's kernels for what its own prepare writes."""
-    inputs = random_inputs(4096, 20, device=device)
+    inputs = random_inputs(4096, heads, device=device)
     whole = run(inputs, "wy64")
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     found = []

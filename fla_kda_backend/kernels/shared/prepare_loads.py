@@ -51,6 +51,7 @@ class Problem:
     slots: Int32
     rounds: Int32
     stay: Int32
+    at_once: Int32
 
     def plan(self, n):
         """Address of the plan of the team's chunk number n."""
@@ -108,20 +109,22 @@ class PrepareLoads:
         """Plan the team's chunk number n: pair `task` of the launch, in one of the first `sequences_left` sequences."""
         # pinned here: nothing made of it is kept in a register over the loop
         seq_len, heads, group = ptx.pin([p.seq_len, p.heads, p.group])
-        number = task // heads
-        head = task - number * heads
-        slot, s = p.slots - 1 - number, Int32(-1)
         if const_expr(self.overlap):
-            if number < p.slots:
-                s, slot = self.slot_of(p, number)
-        elif const_expr(self.cu_dtype is None):
-            if slot >= 0:
-                s = sequences.sequence_of_slot(p.slot_begin + slot, p.num_seqs, p.cu_seqlens, seq_len, LOG2_CHUNK, None)
+            s, head, slot = self.place_of(p, task, seq_len, heads)
         else:
-            s, behind = sequences.sequence_from_end(
-                number, behind, sequences_left, p.slot_begin, p.slot_begin + p.slots, p.cu_seqlens, seq_len, LOG2_CHUNK,
-                self.cu_dtype,
-            )  # fmt: skip
+            number = task // heads
+            head = task - number * heads
+            slot, s = p.slots - 1 - number, Int32(-1)
+            if const_expr(self.cu_dtype is None):
+                if slot >= 0:
+                    s = sequences.sequence_of_slot(
+                        p.slot_begin + slot, p.num_seqs, p.cu_seqlens, seq_len, LOG2_CHUNK, None
+                    )
+            else:
+                s, behind = sequences.sequence_from_end(
+                    number, behind, sequences_left, p.slot_begin, p.slot_begin + p.slots, p.cu_seqlens, seq_len, LOG2_CHUNK,
+                    self.cu_dtype,
+                )  # fmt: skip
         rows, token, index = Int32(0), Int32(0), Int32(0)
         if s >= 0:
             begin, length, base = sequences.sequence(s, p.cu_seqlens, seq_len, LOG2_CHUNK, self.cu_dtype)

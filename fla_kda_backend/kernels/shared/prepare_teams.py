@@ -2,17 +2,18 @@
 
 Each team works through the (chunk, head) pairs team, team + teams, ... Not overlapped, a team is a CTA, and the last chunks
 go first: the chain begins with the first ones and finds them in the L2. Overlapped, both teams of an SM are one CTA, for
-only then does an SM come free as a whole; chunks go in order of time, a flag says of each record that it is written, and
-after some rounds some CTAs end, so that the chain runs on their SMs while the others go on.
+only then does an SM come free as a whole; pairs go group after group of chains and in order of time (groups.py), a flag says
+of each record that it is written, and after some rounds some CTAs end, so that the chain runs on their SMs while the others
+go on.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from fla_kda_backend.kernels.shared import ptx, sequences
+from fla_kda_backend.kernels.shared import groups, ptx, sequences
 from fla_kda_backend.kernels.shared.prepare_loads import HEAD, TASK, TEAM
-from fla_kda_backend.kernels.shared.record64 import LOG2_CHUNK, READY_AT
+from fla_kda_backend.kernels.shared.record64 import CHUNK, LOG2_CHUNK, READY_AT
 from fla_kda_backend.kernels.shared.wy64 import clear_flags, flag_address
 
 TEAMS = 2  # on an SM
@@ -22,28 +23,31 @@ ALL, V_TAKEN = 0, 4
 
 
 class PrepareTeams:
-    """A kernel inherits it. max_ctas: the number of SMs; link_time: of a link of the chain beside it, in thousandths of what
-    a chunk takes a team, None without overlap; teams: of a CTA."""
+    """A kernel inherits it. max_ctas: the number of SMs; beside: the chain that runs beside it, None without overlap; teams:
+    of a CTA."""
 
-    def __init__(self, max_ctas, link_time):
-        self.max_ctas, self.link_time, self.overlap = max_ctas, link_time, link_time is not None
+    def __init__(self, max_ctas, beside):
+        self.max_ctas, self.beside, self.overlap = max_ctas, beside, beside is not None
         self.teams = TEAMS if self.overlap else 1
         self.threads = self.teams * TEAM
 
     @cute.jit
     def schedule(self, pairs, num_seqs, heads):
-        """(rounds, stay, grid). Of the overlapped kernel: after `rounds` chunks all CTAs but the first `stay` end and leave
-        their SMs to the chain, which then ends soon after the last chunk is prepared."""
-        rounds = stay = Int32(0)
+        """(rounds, stay, grid, at_once). Of the overlapped kernel: after `rounds` chunks all CTAs but the first `stay` end and
+        leave their SMs to the chain, which then ends soon after the last chunk is prepared; groups of `at_once` chains."""
+        rounds = stay = at_once = Int32(0)
         ctas = const_expr(self.max_ctas * TEAMS // self.teams)
         grid = cutlass.min((pairs + (self.teams - 1)) // self.teams, ctas)
         if const_expr(self.overlap):
-            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * num_seqs * heads, grid), Int32(1))
-            meanwhile = pairs // (num_seqs * heads) * self.link_time * TEAMS * stay // 1000
+            chains = num_seqs * heads
+            at_once = self.beside.at_once(chains)
+            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * at_once, grid), Int32(1))
+            links = (chains + at_once - 1) // at_once * (pairs // chains)  # of a chain CTA, one after the other
+            meanwhile = links * self.beside.link_time * TEAMS * stay // 1000
             rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)
             if rounds == 0:
                 grid = stay
-        return rounds, stay, grid
+        return rounds, stay, grid, at_once
 
     def team(self):
         if const_expr(self.teams == 1):
@@ -97,14 +101,21 @@ class PrepareTeams:
         _, workers = self.worker(self.team())
         return ptx.lds_b32(p.plan(n) + TASK) + workers
 
-    def slot_of(self, p, number):
-        """(sequence, slot) of chunk `number` of every head, in order of time over all sequences."""
-        if const_expr(self.cu_dtype is not None):  # one sequence
-            _, _, base = sequences.sequence(Int32(0), p.cu_seqlens, p.seq_len, LOG2_CHUNK, self.cu_dtype)
-            return Int32(0), base + number
-        chunk = number // p.num_seqs
-        seq = number - chunk * p.num_seqs
-        return seq, seq * (p.slots // p.num_seqs) + chunk
+    @cute.jit
+    def place_of(self, p, task, seq_len, heads):
+        """(sequence, head, slot) of a (chunk, head) pair of the overlapped kernel; sequence -1: there are not so many."""
+        base, length = Int32(0), seq_len
+        if const_expr(self.cu_dtype is not None):  # one sequence, which may not fill the slots: its chunks alone are counted
+            _, length, base = sequences.sequence(Int32(0), p.cu_seqlens, seq_len, LOG2_CHUNK, self.cu_dtype)
+        chunks = (length + (CHUNK - 1)) >> LOG2_CHUNK
+        chains = p.num_seqs * heads
+        seq, head, slot = Int32(-1), Int32(0), Int32(0)
+        if task < chains * chunks:
+            chain, chunk = groups.place(task, chains, p.at_once, chunks, cutlass.min)
+            seq = chain // heads
+            head = chain - seq * heads
+            slot = base + seq * chunks + chunk
+        return seq, head, slot
 
     # ---- flags of the overlapped kernel
 
@@ -115,10 +126,9 @@ class PrepareTeams:
         n, team = thread & (TEAM - 1), thread // TEAM  # not by self.team(): lanes leave the loop one by one
         task = self.task_of(p, n, team)
         while task < p.slots * p.heads:
-            number = task // p.heads
-            _, slot = self.slot_of(p, number)
-            if slot < p.slots:
-                clear_flags(p.workspace, p.heads, p.slots, task - number * p.heads, slot)
+            seq, head, slot = self.place_of(p, task, p.seq_len, p.heads)
+            if seq >= 0:
+                clear_flags(p.workspace, p.heads, p.slots, head, slot)
             n += TEAM
             task = self.task_of(p, n, team)
         ptx.fence_gpu()
