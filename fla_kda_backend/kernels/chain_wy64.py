@@ -74,11 +74,15 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     HEADER_BYTES = 1024
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", states=False, segmented=False, state_v_first=True,
-                 max_ctas=132, stages=(4, 3), overlap=False):  # fmt: skip
+                 max_ctas=132, stages=(4, 3), overlap=False,
+                 trial=""):  # fmt: skip
         if cu_dtype not in sequences.CU_DTYPES or initial not in STATES or final not in STATES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
         self.states, self.state_v_first, self.max_ctas, self.overlap = states, state_v_first, max_ctas, overlap
+        self.trial = trial.split()
+        self.bulk_load = ptx.bulk_load_once if "reads" in self.trial else ptx.bulk_load
+        self.store_row = ptx.stg_once_words if "writes" in self.trial else ptx.stg_words
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
         self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages
@@ -154,7 +158,8 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
 
     def at_once(self, chains):
         """How many chains, of two tasks each, run at once beside an overlapped prepare; see groups.py."""
-        return groups.chains_at_once(chains, self.max_ctas, most=cutlass.max)
+        tasks = next((int(word[6:]) for word in self.trial if word.startswith("tasks=")), groups.TASKS)
+        return groups.chains_at_once(chains, self.max_ctas, tasks, cutlass.max)
 
     def grid(self, tasks):
         return 2 * self.at_once(tasks // 2) if self.overlap else cutlass.min(tasks, Int32(self.max_ctas))
@@ -271,7 +276,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     def store_state(self, p, item, t):
         if const_expr(self.final is not None):
             address = p.final_state + self.state_offset(p, item, self.final)
-            states.store_state(address, item.half, self.final, self.state_v_first, t.flat_s)
+            states.store_state(address, item.half, self.final, self.state_v_first, t.flat_s, "writes" in self.trial)
 
     @cute.jit
     def first_link(self, t, sm, at):

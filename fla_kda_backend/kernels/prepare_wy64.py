@@ -76,6 +76,7 @@ from fla_kda_backend.kernels.shared import ptx, sequences
 from fla_kda_backend.kernels.shared.gates import Gates
 from fla_kda_backend.kernels.shared.levels import Levels
 from fla_kda_backend.kernels.shared.operands import Operands
+from fla_kda_backend.kernels.shared.prepare_direct import PrepareDirect
 from fla_kda_backend.kernels.shared.prepare_loads import (
     HEADER_BYTES,
     INDEX,
@@ -109,7 +110,7 @@ GATES, PARAMETERS = ("bounded", "softplus", "given"), ("fp32", "bf16", None)
 BETAS, DTYPES = ("sigmoid", "twice", "given"), ("bf16", "fp32")
 
 
-class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSteps):
+class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSteps):
     """Compile-time facts: the dtype of cu_seqlens (None: equal lengths); max_ctas: the number of SMs; zero_start: the chain
     needs neither W nor Q of a sequence's first chunk, which are then not written; beside: see PrepareTeams. Overlapped,
     cu_seqlens holds one sequence, and the launch covers all slots.
@@ -120,7 +121,8 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
     """
 
     def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, beside=None, gate="bounded",
-                 gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid", beta_dtype="bf16", l2norm=True):  # fmt: skip
+                 gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid", beta_dtype="bf16", l2norm=True,
+                 direct=None, trial=""):  # fmt: skip
         facts = dict(cu_dtype=cu_dtype, gate=gate, gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta,
                      beta_dtype=beta_dtype)  # fmt: skip
         choices = (sequences.CU_DTYPES, GATES, DTYPES, PARAMETERS, PARAMETERS, BETAS, DTYPES)
@@ -132,6 +134,11 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         if wrong:
             raise ValueError(f"unsupported with gate={gate!r}: {wrong}")
         super().__init__(max_ctas, beside)
+        self.trial = trial.split()
+        self.direct = direct is not None
+        self.final, self.state_v_first = direct or (None, True)
+        self.bulk_store = ptx.bulk_store_kept if "records" in self.trial else ptx.bulk_store
+        self.store_u = ptx.stg_kept_words if "records" in self.trial else ptx.stg_words
         self.smem_bytes = self.teams * (HEADER_BYTES + STRIDE)
         self.cu_dtype, self.zero_start = cu_dtype, zero_start
         self.gate, self.gate_dtype, self.a_log, self.dt_bias = gate, gate_dtype, a_log, dt_bias
@@ -142,9 +149,9 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         self.crowded = not self.bounded  # registers are short
 
     @cute.jit
-    def __call__(self, q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, q_token, q_head, k_token, k_head, v_token,
-                 v_head, g_token, g_head, beta_token, beta_head, scale, gate_scale, seq_len, num_seqs, qk_heads, heads,
-                 slot_begin, slot_end, stream):  # fmt: skip
+    def __call__(self, q, k, v, g, beta, a_log, dt_bias, final_state, out, cu_seqlens, workspace, q_token, q_head, k_token,
+                 k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, scale, gate_scale, seq_len, num_seqs,
+                 qk_heads, heads, slot_begin, slot_end, stream):  # fmt: skip
         """Launch over slots [slot_begin, slot_end) and all heads; addresses and strides (in elements) are Int64, counts
         Int32. A stride of q, k, v or g, and their addresses, are multiples of 16 bytes."""
         tokens = seq_len
@@ -157,8 +164,8 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         pairs = (slot_end - slot_begin) * heads
         rounds, stay, grid, at_once = self.schedule(pairs, num_seqs, heads)
         self.kernel(
-            g_map, q_map, k_map, v_map, g_coordinates, v_coordinates, beta, beta_token, beta_head, a_log, dt_bias, out,
-            cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads, heads // qk_heads, slot_begin,
+            g_map, q_map, k_map, v_map, g_coordinates, v_coordinates, beta, beta_token, beta_head, a_log, dt_bias, final_state,
+            out, cu_seqlens, workspace, scale, gate_scale, seq_len, num_seqs, heads, heads // qk_heads, slot_begin,
             slot_end - slot_begin, rounds, stay, at_once,
         ).launch(
             grid=[grid, 1, 1],
@@ -182,6 +189,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         beta_head: Int64,
         a_log: Int64,  # [H]
         dt_bias: Int64,  # [H, 128], 16-byte aligned
+        final_state: Int64,  # [num_seqs, H] states
         out: Int64,  # [tokens, H, 128] bf16; rows outside every packed sequence become 0
         cu_seqlens: Int64,  # [num_seqs + 1] int32 or int64
         workspace: Int64,  # [H, slots, RECORD_BYTES], then the records' flags
@@ -208,8 +216,8 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
             tiles += cute.assume(team * (STRIDE // 2), divby=512)
         coordinates = (g_coordinates, v_coordinates, v_coordinates, v_coordinates)
         p = Problem(full, tiles, full.toint(), tiles.toint(), (g_map, q_map, k_map, v_map), coordinates, beta, beta_token,
-                    beta_head, a_log, dt_bias, cu_seqlens, workspace, seq_len, num_seqs, heads, group, slot_begin,
-                    slots, rounds, stay, at_once)  # fmt: skip
+                    beta_head, a_log, dt_bias, final_state, out, cu_seqlens, workspace, seq_len, num_seqs, heads, group,
+                    slot_begin, slots, rounds, stay, at_once)  # fmt: skip
         warp = self.warp()
         if const_expr(self.cu_dtype is not None):
             self.clear_outside(p, out)
@@ -327,14 +335,18 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         if warp == 0:
             with cute.arch.elect_one():
                 self.store_unless_first(p, n, Q_AT, self.tile(p, n, Q))
-                ptx.bulk_store(p.record(n) + K_END_AT, self.tile(p, n, K), Int32(TILE_BYTES))
+                self.store_unless_whole(p, n, K_END_AT, self.tile(p, n, K), TILE_BYTES)
                 ptx.bulk_commit()
             self.make_plan(p, n + 1, self.next_task(p, n), *ptx.lds_v2_b32(p.plan(n) + SEQUENCES))
             with cute.arch.elect_one():
                 ptx.bulk_wait_read()
             self.load(p, n + 1, G)
             if const_expr(not self.wide_gate):
-                self.load(p, n + 1, Q)
+                if const_expr(self.direct):
+                    if self.whole(p, n) == 0:  # whose K_end is still needed
+                        self.load(p, n + 1, Q)
+                else:
+                    self.load(p, n + 1, Q)
             self.load_tables(p, n + 1)
         (n,) = ptx.pin([n])  # as above: tiles' addresses are made anew
         smem = self.anew(p, p.smem)
@@ -349,7 +361,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         self.sync()
         if warp == 0:
             with cute.arch.elect_one():
-                ptx.bulk_store(p.record(n) + A_AT, p.smem + A_TILE, Int32(A_BYTES))
+                self.store_unless_whole(p, n, A_AT, p.smem + A_TILE, A_BYTES)
                 ptx.bulk_commit()
         self.solve(p, n, warp, band, half, lane)
 
@@ -360,7 +372,16 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         if const_expr(self.zero_start):
             used = ptx.lds_b32(p.plan(n) + INDEX)
         if used > 0:
-            ptx.bulk_store(p.record(n) + at, tile, Int32(TILE_BYTES))
+            self.bulk_store(p.record(n) + at, tile, Int32(TILE_BYTES))
+
+    @cute.jit
+    def store_unless_whole(self, p, n, at: cutlass.Constexpr, source, size: cutlass.Constexpr):
+        """K_end or A to the record, unless no chain will read it."""
+        if const_expr(self.direct):
+            if self.whole(p, n) == 0:
+                self.bulk_store(p.record(n) + at, source, Int32(size))
+        else:
+            self.bulk_store(p.record(n) + at, source, Int32(size))
 
     @cute.jit
     def solve(self, p, n, warp, band, half, lane):
@@ -376,9 +397,25 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         else:
             cute.arch.barrier_arrive(barrier_id=self.barrier(V_TAKEN), number_of_threads=TEAM)
         u_at = p.record(n) + Int64(U_AT + half * U_BYTES + (band * 32 + lane) * 16)
-        self.eliminate(p.smem, x, u_at, w_at, lane)
+        if const_expr(self.direct):
+            if self.whole(p, n) > 0:
+                self.results(p, n, [v[:1] for v in x], w_at, band, half, lane)
+            else:
+                self.eliminate(p.smem, x, u_at, w_at, lane)
+        elif const_expr(self.zero_start and "skip" in self.trial):
+            if ptx.lds_b32(p.plan(n) + INDEX) > 0:
+                self.eliminate(p.smem, x, u_at, w_at, lane)
+            else:
+                self.eliminate(p.smem, [v[:1] for v in x], u_at, w_at, lane)
+        else:
+            self.eliminate(p.smem, x, u_at, w_at, lane)
         ptx.fence_proxy_async()
         self.sync()
+        if const_expr(self.direct):
+            if self.whole(p, n) > 0:
+                if warp == 0:
+                    self.load(p, n + 1, Q)
+                self.store_out(p, n)
         if warp == 0:
             with cute.arch.elect_one():
                 self.store_unless_first(p, n, W_AT, self.tile(p, n, G))

@@ -41,6 +41,8 @@ class Problem:
     beta_head: Int64
     a_log: Int64
     dt_bias: Int64
+    final_state: Int64
+    out: Int64
     cu_seqlens: Int64
     workspace: Int64
     seq_len: Int32
@@ -158,7 +160,8 @@ class PrepareLoads:
                 p.maps[which], 0, cute.make_layout(1), cute.group_modes(tiles, 0, 3), cute.group_modes(rows, 0, 3)
             )
             place = self.tile_number(n, which) // (size // TILE_BYTES)
-            cute.copy(p.maps[which], source[None, head], target[None, place], tma_bar_ptr=full)
+            policy = {"cache_policy": Int64(ptx.ONCE)} if "inputs" in self.trial else {}
+            cute.copy(p.maps[which], source[None, head], target[None, place], tma_bar_ptr=full, **policy)
 
     @cute.jit
     def load_tables(self, p, n):

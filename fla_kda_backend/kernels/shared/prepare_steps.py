@@ -274,17 +274,21 @@ class PrepareSteps:
 
     # ---- U and W ---------------------------------------------------------------------------------------------------
     def eliminate(self, smem, x, u_at, w_at, lane):
-        """U to global memory and -W over K_start, 16 channels of each, transposed. x: blocks of V^T and K_start^T."""
-        done = []
+        """U to global memory and -W over K_start, 16 channels of each, transposed. x: blocks of V^T and K_start^T, or of V^T
+        alone, and then no W; u_at None: no U. Returns the words of both."""
+        done, sides = [], range(len(x[0]))
         for i in range(BANDS):
-            acc = [_zeros(), _zeros()]
+            acc = [_zeros() for _ in sides]
             for part in range(2):
                 d = self.diagonal_fragment(smem, i, 2 + part, lane)
-                acc = [[ptx.mma_bf16(x[i][t], d[2 * n : 2 * n + 2], acc[t][n]) for n in range(2)] for t in range(2)]
+                acc = [[ptx.mma_bf16(x[i][t], d[2 * n : 2 * n + 2], acc[t][n]) for n in range(2)] for t in sides]
             for j in range(i):
                 for part in range(2):
                     m = ptx.lds_v4_b32(smem + BELOW + (i * (i - 1) // 2 + j) * 1024 + part * 512 + lane * 16)
-                    acc = [[ptx.mma_bf16(done[j][t], m[2 * n : 2 * n + 2], acc[t][n]) for n in range(2)] for t in range(2)]
+                    acc = [[ptx.mma_bf16(done[j][t], m[2 * n : 2 * n + 2], acc[t][n]) for n in range(2)] for t in sides]
             done.append([_pack_block(c) for c in acc])
-            ptx.stg_words(u_at + Int64(i * 2048), done[i][0])
-            ptx.stmatrix_x4_trans(w_at + i * 2048, done[i][1])
+            if u_at is not None:
+                self.store_u(u_at + Int64(i * 2048), done[i][0])
+            if len(sides) > 1:
+                ptx.stmatrix_x4_trans(w_at + i * 2048, done[i][1])
+        return done

@@ -45,6 +45,9 @@ class PrepareTeams:
             links = (chains + at_once - 1) // at_once * (pairs // chains)  # of a chain CTA, one after the other
             meanwhile = links * self.beside.link_time * TEAMS * stay // 1000
             rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)
+            if const_expr("prompt" in self.trial):
+                if at_once < chains:
+                    rounds = Int32(0)
             if rounds == 0:
                 grid = stay
         return rounds, stay, grid, at_once

@@ -392,6 +392,23 @@ ldg_v2_b32 = instruction(
 ldg_v4_f32 = instruction(
     "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", volatile=True, doc="Four fp32, 16-byte aligned."
 )
+# What is written once and read by no kernel of ours: first to leave the L2.
+stg_once_b32 = instruction("st.global.cs.b32 [$0], $1;", "", "lr", volatile=True, doc="stg_b32 of what is not read soon.")
+stg_once_f32 = instruction("st.global.cs.f32 [$0], $1;", "", "lf", volatile=True, doc="stg_f32 of what is not read soon.")
+stg_once_b16 = instruction(
+    "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.cs.b16 [$0], h; }",
+    "",
+    "lr",
+    volatile=True,
+    doc="stg_b16 of what is not read soon.",
+)
+stg_once_v2_f32 = instruction(
+    "st.global.cs.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="stg_v2_f32 of what is not read soon."
+)
+_stg_once_v4 = instruction("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", volatile=True, doc="")
+_stg_kept_v4 = instruction(
+    "st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;", "", "lrrrrl", volatile=True, doc=""
+)
 stg_v2_f32 = instruction(
     "st.global.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="Store two fp32, 8-byte aligned."
 )
@@ -423,6 +440,16 @@ def stg_words(address, words):
         _stg_v2(address, *words)
     else:
         _stg_v4(address, *words)
+
+
+def stg_once_words(address, words):
+    """stg_words of 4 words that are not read soon."""
+    _stg_once_v4(address, *words)
+
+
+def stg_kept_words(address, words):
+    """stg_words of 4 words that the L2 is to keep."""
+    _stg_kept_v4(address, *words, KEPT)
 
 
 def lds_words(address, count):
@@ -464,6 +491,30 @@ bulk_store = instruction(
     volatile=True,
     doc="Bulk copy of n bytes (a multiple of 16) shared -> global; one thread issues it, after a proxy fence and a barrier.",
 )
+# Cache policies, as createpolicy.fractional makes them of all accesses: evict_first, evict_last
+ONCE, KEPT = 0x12F0000000000000, 0x14F0000000000000
+_bulk_load_hinted = instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;",
+    "",
+    "rlrrl",
+    volatile=True,
+    doc="",
+)
+_bulk_store_hinted = instruction(
+    "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3;", "", "lrrl", volatile=True, doc=""
+)
+
+
+def bulk_load_once(*operands):
+    """bulk_load of what is not read again."""
+    _bulk_load_hinted(*operands, ONCE)
+
+
+def bulk_store_kept(*operands):
+    """bulk_store of what the L2 is to keep."""
+    _bulk_store_hinted(*operands, KEPT)
+
+
 bulk_commit = instruction("cp.async.bulk.commit_group;", "", "", volatile=True, doc="Close a group of bulk stores.")
 bulk_wait = instruction(
     "cp.async.bulk.wait_group 0;",

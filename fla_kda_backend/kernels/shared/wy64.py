@@ -114,6 +114,7 @@ class TaskList:
 
     cu_dtype = None
     segmented = True
+    direct = False  # sequences of one chunk are left to prepare
 
     @cute.jit
     def sort(self, p, tid, scratch):
@@ -194,6 +195,9 @@ class TaskList:
         seq, head, half = task
         begin, length, slot, chunks = self.place(p, seq, entries)
         first, links = Int32(0), chunks
+        if const_expr(self.direct):
+            if chunks == 1:
+                links = Int32(0)
         empty = length == 0 and seq >= 0
         if const_expr(self.segmented):
             first = cutlass.max(p.slot_begin - slot, Int32(0))
