@@ -40,23 +40,24 @@ class PrepareDirect:
 
     @cute.jit
     def store_final(self, p, n, u, band, half, lane):
-        size = const_size = states.size(self.final)
+        size = cutlass.const_expr(states.size(self.final))
         key_step, value_step = (size, HEAD_DIM * size) if self.state_v_first else (HEAD_DIM * size, size)
         seq, head = ptx.lds_b32(p.plan(n) + SEQUENCES) - 1, ptx.lds_b32(p.plan(n) + HEAD)
         (final_state,) = ptx.pin([p.final_state])
-        address = final_state + (Int64(seq) * p.heads + head) * (const_size * HEAD_DIM * HEAD_DIM)
+        address = final_state + (Int64(seq) * p.heads + head) * (size * HEAD_DIM * HEAD_DIM)
         address += (half * HALF + 16 * band + (lane >> 2)) * value_step + 2 * (lane & 3) * key_step
         once = "once_" if "writes" in self.trial else ""
         store = {name: getattr(ptx, f"stg_{once}{name}") for name in ("v2_f32", "b32", "f32", "b16")}
-        k_at = self.tile(p, n, K)
-        for t in cutlass.range_constexpr(HEAD_DIM // 16):
+        k_at = self.tile(p, n, K) + self.block_at(0, 0, lane)
+        for t in cutlass.range(HEAD_DIM // 16, unroll=2):  # keys 16 * t on
+            keys_at = (k_at ^ ((t & 3) << 5)) + (t >> 2) * (TILE_BYTES // 2)
             acc = [[cutlass.Float32(0.0)] * 4] * 2
             for j in cutlass.range_constexpr(BANDS):
-                k = ptx.ldmatrix_x4_trans((k_at + self.block_at(j, t // 4, lane)) ^ (t % 4 << 5))
+                k = ptx.ldmatrix_x4_trans(keys_at + j * 2048)
                 acc = [ptx.mma_bf16(u[j], k[2 * m : 2 * m + 2], acc[m]) for m in range(2)]
             for m in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    first = address + Int64((16 * t + 8 * m) * key_step + 8 * r * value_step)
+                    first = address + Int64(8 * m * key_step + 8 * r * value_step)
                     low, high = acc[m][2 * r], acc[m][2 * r + 1]
                     if cutlass.const_expr(self.final == "fp32"):
                         if cutlass.const_expr(self.state_v_first):
@@ -71,6 +72,7 @@ class PrepareDirect:
                         else:
                             store["b16"](first, words)
                             store["b16"](first + key_step, words >> 16)
+            address += 16 * key_step
 
     @cute.jit
     def store_out(self, p, n):
