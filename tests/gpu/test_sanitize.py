@@ -55,6 +55,10 @@ def test_overlap(name, setting, device):
     compare((CASES | LONG)[name], setting, None, device)
 
 
+def test_overlap_in_groups(device):
+    compare({"tokens": 139, "heads": 25}, "wy64 overlap", None, device)
+
+
 @pytest.mark.parametrize(
     "kind", [call_table.FLASHKDA, call_table.SOFTPLUS, call_table.KIMI], ids=["flashkda", "softplus", "kimi"]
 )
@@ -80,7 +84,7 @@ def compare_call(case, device, **changes):
 
 
 def compare(case, setting, bv, device):
-    inputs = random_inputs(heads=HEADS, **case)
+    inputs = random_inputs(**{"heads": HEADS} | case)
     if setting in specs.COLUMN_SPLIT:
         reference = exact.forward(**inputs, **(ROBUST if setting == "robust" else {}))
     else:

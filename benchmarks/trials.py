@@ -1,0 +1,94 @@
+"""`python -m benchmarks.trials export DIR` and `python -m benchmarks.trials [check | CASE ..]`: the trials of wy64.TRIALS, timed.
+
+The first compiles what the second launches; there FLA_KDA_CUTE_CACHE_DIR=DIR finds it. The second compares every trial's
+results with those of the plain schedule, bit by bit, and prints medians of graph replays taken in turns.
+"""
+
+import contextlib
+import statistics
+import sys
+
+import torch
+
+from fla_kda_backend import op, planning
+from fla_kda_backend.call import parse
+
+from . import cases, specs, timing
+
+HINTS = "writes inputs reads"
+FIXED = [(False, ""), (False, HINTS), (True, ""), (True, "prompt"), (True, "tasks=40"), (True, "tasks=40 prompt"),
+         (True, "tasks=48"), (True, "inputs"), (True, "writes inputs"), (True, HINTS), (True, f"tasks=40 {HINTS}"),
+         (True, f"{HINTS} records"), (True, "reads")]  # fmt: skip
+PACKED = [(False, words) for words in ("", "writes", "inputs", "reads", "writes inputs", HINTS, f"{HINTS} records", "skip",
+                                       f"skip {HINTS}", "direct", "direct writes inputs")]  # fmt: skip
+TRIALS = {
+    **{f"fixed-T8192-H{heads}": FIXED for heads in (24, 48, 96)},
+    **{name: PACKED for name in ("128x64-H12", "8x1024-H12", "varlen6-H12")},
+}
+
+
+def plan_of(overlap, trial):
+    options = [("max_ctas", 132), ("overlap", overlap), ("replay", False)]
+    return planning.Plan("wy64", (*options, *([("trial", trial)] if trial else ())), 132)
+
+
+class Trial:
+    def __init__(self, overlap, trial):
+        self.name = f"{'overlap' if overlap else 'plain'} {trial}".strip()
+        self.plan = plan_of(overlap, trial)
+        self.selected = contextlib.nullcontext
+
+    def __call__(self, inputs):
+        return op.run(parse((), inputs), self.plan)
+
+
+def needed_specs():
+    found = []
+    for name, trials in TRIALS.items():
+        call = cases.inputs(cases.CASES[name], device="meta")
+        found += [spec for trial in trials for spec in specs.of_plan(call, plan_of(*trial))]
+    return list(dict.fromkeys(found))
+
+
+def check():
+    """Sequences of every length up to a few chunks: "direct" against the plain schedule."""
+    for heads in (1, 5, 12):
+        lengths = (1, 15, 16, 17, 31, 63, 64, 0, 65, 127, 128, 130, 64, 64, 33, 300, 2)
+        inputs = cases.inputs(cases.Case("ragged", lengths, heads, True, None))
+        with torch.inference_mode():
+            expected = Trial(False, "")(inputs)
+            for words in ("direct", "direct writes inputs", "skip", f"skip {HINTS}"):
+                found = Trial(False, words)(inputs)
+                errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)]
+                same = all(torch.equal(a, b) for a, b in zip(found, expected))
+                print(f"{heads} heads, {words:24}", "same bits" if same else f"OTHER BITS, output and state off by {errors}")
+
+
+def main(names):
+    if names[:1] == ["check"]:
+        check()
+        return
+    if names[:1] == ["export"]:
+        from fla_kda_backend.compiling.builder import export
+
+        for spec in needed_specs():
+            print(export(spec, names[1]), flush=True)
+        return
+    for name in names or TRIALS:
+        sets = cases.input_sets(cases.CASES[name], "mixed")
+        trials = [Trial(*trial) for trial in TRIALS[name]]
+        with torch.inference_mode():
+            expected = trials[0](sets[0])
+            same = {}
+            for trial in trials:
+                found = [trial(sets[0]) for _ in range(2)]
+                same[trial.name] = all(torch.equal(a, b) for one in found for a, b in zip(one, expected))
+            graphs = {trial.name: timing.capture(trial, sets)[0] for trial in trials}
+            times = timing.replay_times(graphs)
+        for trial in trials:
+            took = statistics.median(times[trial.name]) / len(sets)
+            print(f"{name:16} {trial.name:48} {took:7.1f} us  {'same bits' if same[trial.name] else 'OTHER BITS'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
