@@ -1,4 +1,4 @@
-"""`python -m benchmarks.trials export DIR` and `python -m benchmarks.trials [check | CASE ..]`: the trials of wy64.TRIALS, timed.
+"""`python -m benchmarks.trials export DIR` and `python -m benchmarks.trials [check | CASE ..]`: wy64.TRIALS, timed.
 
 The first compiles what the second launches; there FLA_KDA_CUTE_CACHE_DIR=DIR finds it. The second compares every trial's
 results with those of the plain schedule, bit by bit, and prints medians of graph replays taken in turns.
