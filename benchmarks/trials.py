@@ -16,9 +16,10 @@ from fla_kda_backend.call import parse
 from . import cases, specs, timing
 
 HINTS = "writes inputs reads"
-FIXED = [(False, ""), (False, HINTS), (True, ""), (True, "prompt"), (True, "tasks=40"), (True, "tasks=40 prompt"),
-         (True, "tasks=48"), (True, "inputs"), (True, "writes inputs"), (True, HINTS), (True, f"tasks=40 {HINTS}"),
-         (True, f"{HINTS} records"), (True, "reads")]  # fmt: skip
+FIXED = [(False, ""), (False, HINTS)] + [(True, words) for words in (
+    "", "prompt", "tasks=40", "tasks=40 prompt", "tasks=40 link=110", "tasks=24", "inputs", "writes inputs", "reads", HINTS,
+    f"tasks=40 {HINTS}", f"{HINTS} records",
+)]  # fmt: skip
 PACKED = [(False, words) for words in ("", "writes", "inputs", "reads", "writes inputs", HINTS, f"{HINTS} records", "skip",
                                        f"skip {HINTS}", "direct", "direct writes inputs")]  # fmt: skip
 TRIALS = {

@@ -81,6 +81,9 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
         self.states, self.state_v_first, self.max_ctas, self.overlap = states, state_v_first, max_ctas, overlap
         self.trial = trial.split()
+        numbers = dict(word.split("=") for word in self.trial if "=" in word)
+        self.tasks = int(numbers.get("tasks", groups.TASKS))
+        self.link_time = int(numbers.get("link", self.link_time))
         self.bulk_load = ptx.bulk_load_once if "reads" in self.trial else ptx.bulk_load
         self.store_row = ptx.stg_once_words if "writes" in self.trial else ptx.stg_words
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
@@ -158,8 +161,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
 
     def at_once(self, chains):
         """How many chains, of two tasks each, run at once beside an overlapped prepare; see groups.py."""
-        tasks = next((int(word[6:]) for word in self.trial if word.startswith("tasks=")), groups.TASKS)
-        return groups.chains_at_once(chains, self.max_ctas, tasks, cutlass.max)
+        return groups.chains_at_once(chains, self.max_ctas, self.tasks, cutlass.max)
 
     def grid(self, tasks):
         return 2 * self.at_once(tasks // 2) if self.overlap else cutlass.min(tasks, Int32(self.max_ctas))

@@ -28,7 +28,7 @@ TRIALS = {
     # other products, whose bits are to be compared
     "direct": "prepare itself computes sequences of one chunk from a state zero, which the chain passes by",
     "prompt": "the chain starts at once where its tasks take turns",
-    # and tasks=N, in place of groups.TASKS
+    # and tasks=N, link=N, in place of groups.TASKS and the chain's link_time
 }
 
 
@@ -46,7 +46,7 @@ class WY64:
                  beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, trial=""):  # fmt: skip
         options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, states=states,
                        max_ctas=max_ctas)  # fmt: skip
-        unknown = [word for word in trial.split() if word not in TRIALS and not word.startswith("tasks=")]
+        unknown = [word for word in trial.split() if word not in TRIALS and not word.startswith(("tasks=", "link="))]
         if unknown:
             raise ValueError(f"trial: unknown words {unknown}")
         if replay and segmented:

@@ -120,7 +120,9 @@ def image_address(tile, row, channel):
 def test_outputs_and_states_have_their_places(final, state_v_first, monkeypatch):
     machine = Machine()
     fakes = {"ptx": machine.ptx(), "Int32": lambda x: x, "Int64": lambda x: x}
-    cutlass = types.SimpleNamespace(range_constexpr=range, range=lambda n, unroll: range(n), const_expr=lambda x: x, Float32=float)
+    cutlass = types.SimpleNamespace(
+        range_constexpr=range, range=lambda n, unroll: range(n), const_expr=lambda x: x, Float32=float
+    )
     for name, fake in (fakes | {"cutlass": cutlass}).items():
         monkeypatch.setattr(prepare_direct, name, fake)
     kernel = Plain()
