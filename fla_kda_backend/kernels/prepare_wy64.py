@@ -8,7 +8,8 @@ the token's own band and t[b] the sum over band b:
                -log2(e) * exp(A_log) * softplus(g + dt_bias)         gate "softplus"
                log2(e) * g                                           gate "given"; 0 past the end
     l        = running sum of y in a band                            tensor cores: a triangle of ones; fp32
-    q^, k^   = x * rsqrt(sum x^2 + 1e-6)                             sum: diagonal of x x^T on the tensor cores; fp32
+    q^       = q * rsqrt(sum q^2 + 1e-6)                             sum: diagonal of q q^T on the tensor cores; fp32
+    k^       = bf16(k * rsqrt(sum k^2 + 1e-6))                       the same, rounded
     q_band   = bf16(scale * q^ * 2^l)  k_band = bf16(k^ * 2^l)       CUDA cores; operands of A and M
     k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same; k_inv see below
     Q        = bf16(scale * q^ * 2^G)                                image in place of q
@@ -21,6 +22,9 @@ the token's own band and t[b] the sum over band b:
     U_b      = bf16(T_bb diag(beta) V_b - sum over c < b of N_bc U_c)        tensor cores, T diag(beta) and N in bf16
     -W_b     = bf16(T_bb diag(beta) K_start_b - sum over c < b of N_bc (-W_c))   lead + rest; as U^T, W^T
     d        = 2^G_63                                                fp32
+
+k^ is rounded ahead of its decays, as in FLA's kernels: with a key that repeats and slow decay, K_end, W and M are then made
+of the same numbers, and V' of neighbouring tokens, which nearly cancel in the state, do so. q^ has no such need.
 
 U and W solve (I + M) X = diag(beta) [V, -K_start] block by block. The U_c, W_c taken off are the rounded ones of the
 record: what rounding does to a band is then made up for in the bands below it, so that with correlated keys the
@@ -39,8 +43,9 @@ nothing overflows, an underflow is a true one, and no later token reaches an ear
 
 Where q and k are not normalised, the operands of A and M are fp16 instead of bf16: three more bits, as many as those of
 the tf32 that FLA's kernels multiply then. (Normalised q and k are bf16 there too.) Each row of q and of k is multiplied by
-a power of two first, so that fp16 holds q and k of any size; the accumulators are divided by those of their row and column,
-and that of A is multiplied by `scale` (operands.py). The images are made from the same fp32 values, without these factors.
+a power of two first, so that fp16 holds q and k of any size; the accumulators are divided by those of their row and column
+(operands.py). The images are made from the same fp32 values, without these factors. A and Q are then made without `scale`,
+by which the chain multiplies O: where a channel does not decay, Q has the very bits of q.
 
 Rows past the sequence's end are zeros with y = beta = 0: they vanish from every product and d is the decay of the
 real rows.
@@ -341,7 +346,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
             self.diagonal_blocks(smem, a, m, p.beta_rows(n), band, lane)
         for b in cutlass.range_constexpr(1, BANDS):
             if band == b:
-                self.blocks_below(smem, b, self.barrier(b), p.beta_rows(n), scale, half, lane, q_band, k_band)
+                self.blocks_below(smem, b, self.barrier(b), p.beta_rows(n), half, lane, q_band, k_band)
         cute.arch.mbarrier_wait(p.full + V, n & 1)
         self.zero_past_end(self.tile(p, n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half)
         ptx.fence_proxy_async()

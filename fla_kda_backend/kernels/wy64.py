@@ -35,7 +35,7 @@ class WY64:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
         if overlap and segmented:
             raise ValueError("overlap=True needs segmented=False")
-        options["overlap"] = overlap
+        options |= {"overlap": overlap, "scaled": not l2norm}
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
         link_time = self.chain.link_time if overlap else None
         self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time, gate=gate, gate_dtype=gate_dtype,
@@ -53,5 +53,5 @@ class WY64:
         self.prepare(q, k, v, g, beta, a_log, dt_bias, out, cu_seqlens, workspace, q_token, q_head, k_token, k_head, v_token,
                      v_head, g_token, g_head, beta_token, beta_head, scale, gate_scale, seq_len, num_seqs, qk_heads, heads,
                      slot_begin, slot_end, stream)  # fmt: skip
-        self.chain(initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len, num_seqs,
-                   heads, slot_begin, slot_end, stream)  # fmt: skip
+        self.chain(initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, scale, seq_len,
+                   num_seqs, heads, slot_begin, slot_end, stream)  # fmt: skip

@@ -101,7 +101,7 @@ class Levels:
 
     def level_images(self, p, n, at, y, norms, scale, band, half, lane):
         """As PrepareSteps.images, from the words of `Gates.log_decays` and the sums of `near_levels`. norms: None where q and
-        k are not normalised; powers of two are then in the operands, and `scale` comes after their products."""
+        k are not normalised; powers of two are then in the operands, and the chain multiplies by `scale`."""
         smem, powers = p.smem, None
         upto, behind, *_ = self.level_matrices(lane)
         level8 = _zero()
@@ -117,10 +117,8 @@ class Levels:
             y = [[words[:2], words[2:]] for words in (ptx.lds_v4_b32(g_at), ptx.lds_v4_b32(next_at + kk * 512))]
             q_words, k_words = ptx.ldmatrix_x4(q_at), ptx.ldmatrix_x4(k_at)
             if self.l2norm:
-                q, k = (
-                    [[v * norm[w & 1] for v in ptx.unpack_bf16x2(words[w])] for w in range(4)]
-                    for words, norm in zip((q_words, k_words), norms)
-                )
+                q = [[x * norms[0][w & 1] for x in ptx.unpack_bf16x2(word)] for w, word in enumerate(q_words)]
+                k = [self.normalised(word, norms[1][w & 1]) for w, word in enumerate(k_words)]
             else:
                 powers = self.powers_of_rows(smem, band, half, lane)  # read anew: fewer registers
                 inverses = zip(*(self.twice(self.inverse(w)) for w in powers))
@@ -145,7 +143,6 @@ class Levels:
             q_band.append(self.pack(q))
             if not self.l2norm:
                 ptx.settle(next_at, [ptx.as_f32(w) for w in q_band[kk]])
-                start = [[scale * x for x in pair] for pair in start]
             ptx.stmatrix_x4(q_at, self.image(_times(q, start), powers, 0))
             ptx.settle(next_at, level8)
         near, level8 = self.finished(p, level8, n, scale)
@@ -173,10 +170,10 @@ class Levels:
         if self.l2norm:
             columns = [self.norms(smem, band, 2 * (lane & 3) + e, 512) for e in range(2)]
             rows = [self.norms(smem, band, lane >> 2, table) for table in (0, 512)]
+            rows[0] = [scale * x for x in rows[0]]
         else:
             columns = list(zip(*self.powers_of_columns(smem, band, half, lane)))
             rows = list(zip(*map(ptx.unpack_bf16x2, self.powers_of_rows(smem, band, half, lane))))
-        rows[0] = [scale * x for x in rows[0]]
         near = [[[x * rows[t][r] * columns[e][r] for e, x in enumerate(near[r][t])] for t in range(2)] for r in range(2)]
         if not self.l2norm:
             level8 = [x * rows[i >> 1][1] * columns[i & 1][0] for i, x in enumerate(level8)]
