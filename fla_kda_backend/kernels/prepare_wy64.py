@@ -8,12 +8,11 @@ the token's own band and t[b] the sum over band b:
                -log2(e) * exp(A_log) * softplus(g + dt_bias)         gate "softplus"
                log2(e) * g                                           gate "given"; 0 past the end
     l        = running sum of y in a band                            tensor cores: a triangle of ones; fp32
-    q^       = q * rsqrt(sum q^2 + 1e-6)                             sum: diagonal of q q^T on the tensor cores; fp32
-    k^       = bf16(k * rsqrt(sum k^2 + 1e-6))                       the same, rounded
+    q^, k^   = x * rsqrt(sum x^2 + 1e-6)                             sum: diagonal of x x^T on the tensor cores; fp32
     q_band   = bf16(scale * q^ * 2^l)  k_band = bf16(k^ * 2^l)       CUDA cores; operands of A and M
     k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same; k_inv see below
     Q        = bf16(scale * q^ * 2^G)                                image in place of q
-    K_end    = bf16(k^ * 2^(G_63 - G))                               image in place of k
+    K_end    = bf16(bf16(k^) * 2^(G_63 - G))                         image in place of k
     K_start  = bf16(-k^ * 2^G)                                       image in place of g
     A_ij     = bf16(scale * q_i k_j 2^(G_i - G_j)), j <= i           tensor cores, fp32 accumulators; zeros above
     M_ij     = beta_i * k_i k_j 2^(G_i - G_j), j < i                 tensor cores, fp32
@@ -23,12 +22,11 @@ the token's own band and t[b] the sum over band b:
     -W_b     = bf16(T_bb diag(beta) K_start_b - sum over c < b of N_bc (-W_c))   lead + rest; as U^T, W^T
     d        = 2^G_63                                                fp32
 
-k^ is rounded ahead of its decays, as in FLA's kernels: with a key that repeats and slow decay, K_end, W and M are then made
-of the same numbers, and V' of neighbouring tokens, which nearly cancel in the state, do so. q^ has no such need.
-
 U and W solve (I + M) X = diag(beta) [V, -K_start] block by block. The U_c, W_c taken off are the rounded ones of the
 record: what rounding does to a band is then made up for in the bands below it, so that with correlated keys the
-errors of the chain come out smaller than with U and W each rounded from a product with (I + M)^-1.
+errors of the chain come out smaller than with U and W each rounded from a product with (I + M)^-1. Where a key repeats and
+decay is slow, V' of neighbouring tokens nearly cancel in the state: so K_end of these tokens is made of one rounded key,
+which a factor near 1 does not change, and not of as many roundings of it.
 
 Every factor that joins two bands is at most 1 whatever the gate: blocks of neighbouring bands take k_next, blocks
 further apart k_next times the decay of the bands between. The diagonal blocks of a bounded gate and keys of norm 1 take 2^l

@@ -117,8 +117,10 @@ class Levels:
             y = [[words[:2], words[2:]] for words in (ptx.lds_v4_b32(g_at), ptx.lds_v4_b32(next_at + kk * 512))]
             q_words, k_words = ptx.ldmatrix_x4(q_at), ptx.ldmatrix_x4(k_at)
             if self.l2norm:
-                q = [[x * norms[0][w & 1] for x in ptx.unpack_bf16x2(word)] for w, word in enumerate(q_words)]
-                k = [self.normalised(word, norms[1][w & 1]) for w, word in enumerate(k_words)]
+                q, k = (
+                    [[v * norm[w & 1] for v in ptx.unpack_bf16x2(words[w])] for w in range(4)]
+                    for words, norm in zip((q_words, k_words), norms)
+                )
             else:
                 powers = self.powers_of_rows(smem, band, half, lane)  # read anew: fewer registers
                 inverses = zip(*(self.twice(self.inverse(w)) for w in powers))

@@ -111,9 +111,9 @@ class PrepareSteps:
         if band == 2:
             ptx.sts_v2_f32(where + MIDDLE, *[ptx.ex2(t[1][e] + t[2][e]) for e in range(2)])
 
-    def normalised(self, word, norm):
-        """Two elements of k^: rounded, so that what is made of one key agrees where keys repeat and decay is slow."""
-        return ptx.unpack_bf16x2(ptx.pack_bf16x2(*(x * norm for x in ptx.unpack_bf16x2(word))))
+    def rounded(self, pair):
+        """To bf16."""
+        return ptx.unpack_bf16x2(ptx.pack_bf16x2(*pair))
 
     # ---- images and operands ---------------------------------------------------------------------------------------
     def images(self, smem, at, sums, norms, band, half, lane):
@@ -138,12 +138,13 @@ class PrepareSteps:
                 shrink = [ptx.ex2(d) for d in decay]
                 x = [y * norms[0][r] * f for y, f in zip(ptx.unpack_bf16x2(q_words[w]), shrink)]
                 q.append([x, [y * f for y, f in zip(x, start[n])]])
-                z = self.normalised(k_words[w], norms[1][r])
-                z_inv = [y * ptx.ex2(-d) for y, d in zip(z, decay)]
+                z = [y * norms[1][r] for y in ptx.unpack_bf16x2(k_words[w])]
+                grow = [ptx.ex2(-d) for d in decay]
+                to_next = [f * g for f, g in zip(grow, own[n])]
+                z_inv, z_next = ([y * f for y, f in zip(z, factors)] for factors in (grow, to_next))
+                z_end = [y * (f * g) for y, f, g in zip(self.rounded(z), to_next, end[n])]
                 z = [y * f for y, f in zip(z, shrink)]
-                z_next = [y * f for y, f in zip(z_inv, own[n])]
-                z_start = [-(y * f) for y, f in zip(z, start[n])]
-                k.append([z, z_start, z_inv, z_next, [y * f for y, f in zip(z_next, end[n])]])
+                k.append([z, [-(y * f) for y, f in zip(z, start[n])], z_inv, z_next, z_end])
             pack = lambda words: [[ptx.pack_bf16x2(*pair) for pair in image] for image in zip(*words)]  # noqa: E731
             (q_words, q_image), (k_words, k_start, k_inv, k_next, k_end) = pack(q), pack(k)
             ptx.stmatrix_x4(q_at, q_image)
