@@ -7,7 +7,6 @@ import ctypes
 import types
 
 import torch
-from kda_inputs import ROBUST
 
 from fla_kda_backend import op, planning
 from fla_kda_backend.compiling import ARCHS
@@ -127,7 +126,7 @@ def launch(spec, *arguments):
             part |= {"scale": a.scale, "initial_state": state}
             bound = round(a.gate_scale / exact.LOG2_E, 12) if variant["gate"] == "bounded" else None
             if not given and a.qk_heads == heads:
-                out[:, here], state = exact.forward(**part, lower_bound=bound, **(ROBUST if inexact else {}))
+                out[:, here], state = exact.forward(**part, lower_bound=bound, arithmetic="robust" if inexact else "exact")
             else:
                 out[:, here], state, chunks = precisely(part, variant, bound, chunk)
                 for number, x in enumerate(chunks):

@@ -9,7 +9,6 @@ import torch
 
 TOKEN_AXIS = ("q", "k", "v", "g", "beta")
 FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate", "state_v_first")
-ROBUST = {"inverse": "substitution", "state_dtype": torch.float32, "k_end_rounded_once": True}  # for exact.forward
 REGIMES = ("normal", "saturated", "slow", "correlated", "repeated", "alternating")
 
 

@@ -99,9 +99,7 @@ def on_gpu(device, checks):
     from .. import config, dispatch_log, selfcheck
     from ..reference import gold
 
-    print(
-        f"{torch.cuda.get_device_name(device)}: {TOKENS} tokens, {HEADS} heads, K = V = 128, mode {config.MODE.get()}\n"
-    )
+    print(f"{torch.cuda.get_device_name(device)}: {TOKENS} tokens, {HEADS} heads, K = V = 128, mode {config.MODE.get()}\n")
     call = selfcheck.case(device, lengths=(TOKENS,), heads=HEADS)
     del call["cu_seqlens"]
 
@@ -218,10 +216,10 @@ def check_reference(checks):
     truth = gold.forward(**call)
     flags = (*IN_KERNEL, "safe_gate", "state_v_first", "output_final_state")
     arguments = {name: value for name, value in call.items() if name not in flags}
-    for inverse in ("neumann", "substitution"):
-        out, final_state = exact.forward(**arguments, scale=128**-0.5, inverse=inverse)
-        checks.close(f"the kernels' arithmetic in torch, {inverse} inverse, output", out, truth[0])
-        checks.close(f"the kernels' arithmetic in torch, {inverse} inverse, final state", final_state, truth[1])
+    for arithmetic in ("exact", "robust"):
+        out, final_state = exact.forward(**arguments, scale=128**-0.5, arithmetic=arithmetic)
+        checks.close(f"the {arithmetic} arithmetic in torch, output", out, truth[0])
+        checks.close(f"the {arithmetic} arithmetic in torch, final state", final_state, truth[1])
     print()
 
 

@@ -81,7 +81,8 @@ class Directory:
                 if dsl_version() is not None:
                     names = [spec.file_name]
                 else:
-                    names = [name for name in os.listdir(folder) if name.startswith(spec.stem) and name.endswith(SUFFIX)]
+                    stem = spec.stem
+                    names = [name for name in os.listdir(folder) if name.startswith(stem) and name.endswith(SUFFIX)]
                     names.sort(key=_numbers, reverse=True)
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):

@@ -3,9 +3,9 @@
 import functools
 import hashlib
 import importlib.metadata
+import os
 import platform
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 from .. import __version__
@@ -63,31 +63,49 @@ def dsl_version():
 @functools.cache
 def source_hash(family):
     """Hash of builder, linking, and of the family's module with every module of kernels/ that it imports, directly or not."""
-    root = Path(__file__).resolve().parent.parent.parent
-    module, _ = FAMILIES[family]
-    paths = {root / f"fla_kda_backend/compiling/{name}.py" for name in ("builder", "linking")}
-    waiting = [root / f"{module.replace('.', '/')}.py"]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    files = _kernels(root)
+    own = (f"fla_kda_backend/compiling/{name}.py" for name in ("builder", "linking"))
+    contents = {name: _read(root, name) for name in own}
+    waiting = [files[FAMILIES[family][0]]]
     while waiting:
-        path = waiting.pop()
-        if path not in paths:
-            paths.add(path)
-            waiting += _imports(path, root)
+        name = waiting.pop()
+        if name not in contents:
+            contents[name] = _read(root, name)
+            waiting += [files[module] for module in _imported(contents[name]) if module in files]
     digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for name, content in sorted(contents.items()):
+        digest.update(name.encode() + b"\0" + content + b"\0")
     return digest.hexdigest()
 
 
+def _read(root, name):
+    with open(os.path.join(root, name), "rb") as file:
+        return file.read()
+
+
+def _kernels(root):
+    """Module of kernels/ -> its file, from the root."""
+    files = {}
+    for folder, _, names in os.walk(os.path.join(root, "fla_kda_backend", "kernels")):
+        for name in names:
+            if name.endswith(".py") and name != "__init__.py":
+                path = os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
+                files[path.removesuffix(".py").replace("/", ".")] = path
+    return files
+
+
 # Parsing the files for real would be most of a warm first call's time. Comments that look like this do no harm.
-_IMPORT = re.compile(r"^[ \t]*from[ \t]+(fla_kda_backend\.kernels[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
+_IMPORT = re.compile(rb"^[ \t]*from[ \t]+(fla_kda_backend\.kernels[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 
-def _imports(path, root):
-    """Files of this package's kernels that the file at `path` imports."""
+def _imported(source):
+    """Modules that a kernel's source imports from kernels/, and names that may be modules."""
     names = []
-    for module, imported in _IMPORT.findall(path.read_text(encoding="utf-8")):
-        names += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", imported))]
-    return [file for name in names if (file := root / f"{name.replace('.', '/')}.py").is_file()]
+    for module, imported in _IMPORT.findall(source):
+        module = module.decode()
+        names += [module, *(f"{module}.{name.decode()}" for name in re.findall(rb"\w+", imported))]
+    return names
 
 
 def specs_for_demo(arch="sm_90a"):

@@ -64,7 +64,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". states: write the
     state before each chunk (chain_states.py). segmented: a launch may cover only some of the call's slots. state_v_first:
     states are [.., H, V, K], else [.., H, K, V]. max_ctas: CTAs to spread the tasks over (the number of SMs). overlap: see
-    wy64.py.
+    wy64.py. scaled: multiply O by `scale`, which Q and A are free of.
     """
 
     CHAIN_WARPS = 4
@@ -74,8 +74,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     HEADER_BYTES = 1024
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", states=False, segmented=False, state_v_first=True,
-                 max_ctas=132, stages=(4, 3), overlap=False,
-                 trial=""):  # fmt: skip
+                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, trial=""):  # fmt: skip
         if cu_dtype not in sequences.CU_DTYPES or initial not in STATES or final not in STATES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
@@ -86,6 +85,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         self.link_time = int(numbers.get("link", self.link_time))
         self.bulk_load = ptx.bulk_load_once if "reads" in self.trial else ptx.bulk_load
         self.store_row = ptx.stg_once_words if "writes" in self.trial else ptx.stg_words
+        self.scaled = scaled
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
         self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages
@@ -101,12 +101,12 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         return self.HEADER_BYTES + chain + self.output_stages * QKA_BYTES + O_BYTES
 
     @cute.jit
-    def __call__(self, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len,
-                 num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
-        """Launch all sequences and heads; addresses are Int64, counts Int32."""
+    def __call__(self, initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, scale,
+                 seq_len, num_seqs, heads, slot_begin, slot_end, stream):  # fmt: skip
+        """Launch all sequences and heads; addresses are Int64, scale Float32, counts Int32."""
         self.kernel(
-            initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len, num_seqs, heads,
-            slot_begin, slot_end,
+            initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, scale, seq_len, num_seqs,
+            heads, slot_begin, slot_end,
         ).launch(
             grid=[self.grid(num_seqs * heads * 2), 1, 1],
             block=[self.THREADS, 1, 1],
@@ -126,6 +126,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         carry_in: Int64,  # [heads, 2] states of the sequence that began before slot_begin
         carry_out: Int64,  # the same, of the one that goes on past slot_end; not the same memory as carry_in
         chunk_states: Int64,  # [chunks, heads] bf16 states, see chain_states.py
+        scale: Float32,
         seq_len: Int32,
         num_seqs: Int32,
         heads: Int32,
@@ -152,7 +153,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
             self.announce(thread, p, sm)
             self.write_o(thread, p, sm)
         elif warp < self.CHAIN_WARPS:
-            self.chain(tid, warp, p, sm, chunk_states)
+            self.chain(tid, warp, p, sm, chunk_states, scale)
 
     # ---- what the replay does differently (chain_replay_wy64.py)
 
@@ -210,10 +211,10 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     # ---- chain warps
 
     @cute.jit
-    def chain(self, tid, warp, p, sm, chunk_states):
+    def chain(self, tid, warp, p, sm, chunk_states, scale):
         """`at`: stage and parity of both rings and the parity of O."""
         t = self.operands(tid, warp, sm)
-        t.states, counted = chunk_states, (Int32(0), Int32(0))
+        t.states, t.scale, counted = chunk_states, scale, (Int32(0), Int32(0))
         t.acc_o.fill(0.0)
         at = (Int32(0), Int32(0), Int32(0), Int32(0), Int32(1))
         entries = self.entries(p, self.task(p, Int32(0)))
@@ -351,7 +352,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
             cute.arch.mbarrier_wait(sm.output.full + out_stage, out_phase)
         if not o_ready:
             cute.arch.mbarrier_wait(sm.store.empty, o_phase)
-        self.round(t.o_bf16, t.flat_o, range(4))
+        self.round_output(t)
         warpgroup.fence()
         for k in cutlass.range_constexpr(8):
             self.product(K_MAJOR, t.acc_o, t.s_bf16, t.q[None, 0, None, out_stage], (k,), zero=(k == 0))
@@ -400,7 +401,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     def finish(self, t, sm, at):
         """Hand over the last O of an item and free its output stage."""
         stage, phase, out_stage, out_phase, o_phase = at
-        self.round(t.o_bf16, t.flat_o, range(4))
+        self.round_output(t)
         cute.arch.mbarrier_wait(sm.store.empty, o_phase)
         for k in cutlass.range_constexpr(4):
             self.store_o(t, k)

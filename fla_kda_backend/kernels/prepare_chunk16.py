@@ -24,7 +24,8 @@ from products whose factors are at most 1 (anchors16.py), and k_end from the sum
 The chunk's results leave in one bulk copy of RECORD_BYTES:
 
     k_start, q_start, k_end  16 rows of 256 bytes; 16-byte piece p of row r lies at piece p ^ (r & 7)
-    scores, inverse          m16n8k16 A fragments: 32 lanes of 16 bytes; robust: inverse - I
+    scores, inverse          m16n8k16 A fragments: 32 lanes of 16 bytes; robust: inverse - I in two terms, bf16 and what that
+                             leaves, the second one transposed, above the diagonal
     decay                    fp32, channel k at (k % 8) * 16 + (k // 16) * 2 + (k // 8) % 2: the recurrence's order
     beta                     per token one 32-bit word: fp32, or exact: bf16(sigmoid(beta)) twice; 0 past the end
 """
@@ -374,7 +375,7 @@ class PrepareChunk16(Inputs16, Anchors16):
 
     @cute.jit
     def substitute(self, smem, lane):
-        """Column `lane` of (I + L)^-1 - I, from L^T in shared memory: a lane reads a column of L as vectors."""
+        """Column `lane` of (I + L)^-1 - I in two terms, from L^T in shared memory: a lane reads a column of L as vectors."""
         table = smem + self.l_transposed
         column = lane % 16
         x = [Float32(1.0) if column == i else Float32(0.0) for i in range(CHUNK)]
@@ -386,7 +387,17 @@ class PrepareChunk16(Inputs16, Anchors16):
                     if const_expr(4 * group + e > j):
                         x[4 * group + e] = ptx.fma(row[e], minus, x[4 * group + e])
         if lane < 16:
-            where = smem + INVERSE + (column // 2 % 4) * 16 + (column // 8) * 8 + (column % 2) * 2
+            first = smem + INVERSE + self.in_fragment(0, column)
+            second = smem + INVERSE + self.in_fragment(column, 0)
             for i in cutlass.range_constexpr(CHUNK):
-                value = x[i] if column < i else Float32(0.0)
-                ptx.sts_b16(where + (i % 8) * 64 + (i // 8) * 4, ptx.pack_bf16x2(value, value))
+                lead = ptx.pack_bf16x2(x[i], x[i])
+                rest = ptx.sub(x[i], ptx.unpack_bf16x2(lead)[0])
+                if column < i:
+                    ptx.sts_b16(first + self.in_fragment(i, 0), lead)
+                    ptx.sts_b16(second + self.in_fragment(0, i), ptx.pack_bf16x2(rest, rest))
+                if column == i:
+                    ptx.sts_b16(first + self.in_fragment(i, 0), Int32(0))
+
+    def in_fragment(self, i, j):
+        """Byte offset of element (i, j) of a 16x16 A fragment; the sum of those of (i, 0) and (0, j)."""
+        return (i % 8) * 64 + (i // 8) * 4 + (j // 2 % 4) * 16 + (j // 8) * 8 + (j % 2) * 2

@@ -12,7 +12,7 @@ the token's own band and t[b] the sum over band b:
     q_band   = bf16(scale * q^ * 2^l)  k_band = bf16(k^ * 2^l)       CUDA cores; operands of A and M
     k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same; k_inv see below
     Q        = bf16(scale * q^ * 2^G)                                image in place of q
-    K_end    = bf16(k^ * 2^(G_63 - G))                               image in place of k
+    K_end    = bf16(bf16(k^) * 2^(G_63 - G))                         image in place of k
     K_start  = bf16(-k^ * 2^G)                                       image in place of g
     A_ij     = bf16(scale * q_i k_j 2^(G_i - G_j)), j <= i           tensor cores, fp32 accumulators; zeros above
     M_ij     = beta_i * k_i k_j 2^(G_i - G_j), j < i                 tensor cores, fp32
@@ -24,7 +24,9 @@ the token's own band and t[b] the sum over band b:
 
 U and W solve (I + M) X = diag(beta) [V, -K_start] block by block. The U_c, W_c taken off are the rounded ones of the
 record: what rounding does to a band is then made up for in the bands below it, so that with correlated keys the
-errors of the chain come out smaller than with U and W each rounded from a product with (I + M)^-1.
+errors of the chain come out smaller than with U and W each rounded from a product with (I + M)^-1. Where a key repeats and
+decay is slow, V' of neighbouring tokens nearly cancel in the state: so K_end of these tokens is made of one rounded key,
+which a factor near 1 does not change, and not of as many roundings of it.
 
 Every factor that joins two bands is at most 1 whatever the gate: blocks of neighbouring bands take k_next, blocks
 further apart k_next times the decay of the bands between. The diagonal blocks of a bounded gate and keys of norm 1 take 2^l
@@ -39,8 +41,9 @@ nothing overflows, an underflow is a true one, and no later token reaches an ear
 
 Where q and k are not normalised, the operands of A and M are fp16 instead of bf16: three more bits, as many as those of
 the tf32 that FLA's kernels multiply then. (Normalised q and k are bf16 there too.) Each row of q and of k is multiplied by
-a power of two first, so that fp16 holds q and k of any size; the accumulators are divided by those of their row and column,
-and that of A is multiplied by `scale` (operands.py). The images are made from the same fp32 values, without these factors.
+a power of two first, so that fp16 holds q and k of any size; the accumulators are divided by those of their row and column
+(operands.py). The images are made from the same fp32 values, without these factors. A and Q are then made without `scale`,
+by which the chain multiplies O: where a channel does not decay, Q has the very bits of q.
 
 Rows past the sequence's end are zeros with y = beta = 0: they vanish from every product and d is the decay of the
 real rows.
@@ -354,7 +357,7 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
             self.diagonal_blocks(smem, a, m, p.beta_rows(n), band, lane)
         for b in cutlass.range_constexpr(1, BANDS):
             if band == b:
-                self.blocks_below(smem, b, self.barrier(b), p.beta_rows(n), scale, half, lane, q_band, k_band)
+                self.blocks_below(smem, b, self.barrier(b), p.beta_rows(n), half, lane, q_band, k_band)
         cute.arch.mbarrier_wait(p.full + V, n & 1)
         self.zero_past_end(self.tile(p, n, V), ptx.lds_b32(p.plan(n) + ROWS) - 16 * band, band, half)
         ptx.fence_proxy_async()

@@ -13,7 +13,8 @@ inverse, scores, beta from the prepare kernel's record, per chunk:
 
 This is the "exact" setting, FlashKDA's to the bit. "robust" carries S in fp32, S = decay * S + k_end^T U with the tensor
 core adding onto the scaled accumulator, and rounds it to bf16 only as an operand: a slow decay is not rounded away. P,
-O and u = (v - P) * beta stay in fp32; U = bf16(u + (inverse - I) bf16(u)), out = bf16(O + scores U).
+O and u = (v - P) * beta stay in fp32; U = bf16(u + (inverse - I) bf16(u)), out = bf16(O + scores U). inverse - I comes in
+two terms, bf16 and what that leaves: with one key repeated, slow decay and beta near 2, errors of the inverse add up.
 
 On request it writes the rounded S before each 64 or 32 tokens, for chunk c of a sequence at row (chunks of all sequences
 before it) + c.
@@ -231,6 +232,7 @@ class RecurrenceSplit:
         address_a = ring + row_a * ROW_BYTES
         address_e = ring + K_END + row_e * ROW_BYTES
         v_words = ring + self.v_rows + g * self.v_row + warp * (16 * self.tiles) + t * (4 * self.tiles)
+        below = ptx.less_b32(2 * t, g, 0xFFFF, 0) | ptx.less_b32(2 * t + 1, g, -0x10000, 0)
         stage, phase = Int32(0), Int32(0)
         zero = Float32(0.0)
         for _ in cutlass.range(chunks, unroll=1):
@@ -252,7 +254,7 @@ class RecurrenceSplit:
             v = [ptx.lds_words(v_words + at + 8 * r * self.v_row, self.tiles) for r in range(2)]
             lds_beta = const_expr(ptx.lds_f32 if self.robust else ptx.lds_b32)
             beta = [lds_beta(ring + at + BETA + (g + 8 * r) * 4) for r in range(2)]
-            inverse = ptx.lds_v4_b32(ring + at + INVERSE + lane * 16)
+            inverse = self.terms_of(ptx.lds_v4_b32(ring + at + INVERSE + lane * 16), below)
             scores = ptx.lds_v4_b32(ring + at + SCORES + lane * 16)
             decay = [ptx.lds_v4_f32(ring + at + DECAY + g * 64 + 16 * i) for i in range(4)]
             update = []
@@ -263,7 +265,9 @@ class RecurrenceSplit:
                     pair = self.write(v[r][j], p[j][2 * r : 2 * r + 2], beta[r])
                     u += pair if self.robust else [zero] * 2
                     words.append(ptx.movmatrix(ptx.pack_bf16x2(*pair) if self.robust else pair))
-                c = ptx.mma_bf16(inverse, words, u)
+                c = u
+                for term in inverse:
+                    c = ptx.mma_bf16(term, words, c)
                 update.append([ptx.movmatrix(ptx.pack_bf16x2(c[2 * r], c[2 * r + 1])) for r in range(2)])
             for block in cutlass.range_constexpr(8):
                 a = ptx.ldmatrix_x4_trans(address_e + at + ((2 * block + (lane // 8) % 2) ^ (row_e % 8)) * 16)
@@ -289,6 +293,15 @@ class RecurrenceSplit:
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    def terms_of(self, inverse, below):
+        """The fragments that add up to the inverse, or robust: to inverse - I. below: mask of a word's elements there."""
+        if not self.robust:
+            return [inverse]
+        top, left, right, bottom = inverse
+        lead = (top & below, left, Int32(0), bottom & below)
+        rest = (ptx.movmatrix(top) & below, ptx.movmatrix(right), Int32(0), ptx.movmatrix(bottom) & below)
+        return [rest, lead]
 
     def write(self, v, p, beta):
         """u of two columns: fp32, or exact: a bf16 pair. FlashKDA's bf16 sums and products flush denormals in fp32."""

@@ -53,7 +53,7 @@ class WY64:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
         if overlap and segmented:
             raise ValueError("overlap=True needs segmented=False")
-        options |= dict(overlap=overlap, trial=trial)
+        options |= {"overlap": overlap, "scaled": not l2norm, "trial": trial}
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
         beside = self.chain if overlap else None
         direct = None
@@ -76,5 +76,5 @@ class WY64:
         self.prepare(q, k, v, g, beta, a_log, dt_bias, final_state, out, cu_seqlens, workspace, q_token, q_head, k_token,
                      k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, scale, gate_scale, seq_len, num_seqs,
                      qk_heads, heads, slot_begin, slot_end, stream)  # fmt: skip
-        self.chain(initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, seq_len, num_seqs,
-                   heads, slot_begin, slot_end, stream)  # fmt: skip
+        self.chain(initial_state, final_state, out, cu_seqlens, workspace, carry_in, carry_out, states, scale, seq_len,
+                   num_seqs, heads, slot_begin, slot_end, stream)  # fmt: skip

@@ -68,9 +68,7 @@ def _elementwise(instruction, *operands):
         x, y, z = (operands * 3)[:3]  # the kernel reads only as many as the instruction has
         grid = (triton.cdiv(out.numel(), BLOCK),)
         with torch.cuda.device_of(out):
-            elementwise_kernel[grid](
-                x, y, z, out, out.numel(), ARITY=arity, ASM=assembly(instruction, arity), BLOCK=BLOCK
-            )
+            elementwise_kernel[grid](x, y, z, out, out.numel(), ARITY=arity, ASM=assembly(instruction, arity), BLOCK=BLOCK)
     return out
 
 
@@ -92,6 +90,11 @@ def tanh(x):
 def rsqrt(x):
     """`rsqrt.approx.ftz.f32`"""
     return _elementwise("rsqrt.approx.ftz.f32", x)
+
+
+def rcp(x):
+    """`rcp.approx.ftz.f32`"""
+    return _elementwise("rcp.approx.ftz.f32", x)
 
 
 def mul(x, y):

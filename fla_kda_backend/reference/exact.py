@@ -1,20 +1,26 @@
-"""The kernels' arithmetic in torch, rounding by rounding (FlashKDA's with inverse="neumann").
+"""The 16-token kernels' arithmetic in torch, rounding by rounding: "exact", which is FlashKDA's, and "robust".
 
 A sequence is cut into chunks of 16 tokens. `prepare` treats all chunks at once; `recur` walks a sequence chunk by
 chunk, all heads and all sequences together. With R a rounding to bf16, c the running sum of the log2 decay in a chunk
-and k, q normalised:
+and k, q normalised and rounded:
 
-    k_start = R(k R(2^c))            k_inv = R(k R(2^-c))            k_end = R(k_inv R(2^c_15))
-    q_start = R(R(q R(2^c)) R(scale))
-    L = strict lower part of k_start . k_inv^T, rows times beta        inverse = R((I + L)^-1)
-    scores = lower part of R(q_start . k_inv^T)
+    exact                                               robust
+    k_start = R(k R(2^c))                               R(k 2^c)
+    q_start = R(R(q R(2^c)) R(scale))                   R(q (2^c scale))
+    k_inv   = R(k R(2^-c))                              R(k 2^-c)
+    k_end   = R(k_inv R(2^c_15))                        R(k 2^(c_15 - c))
+    L       = strict lower part of k_start . k_inv^T, rows times beta; exact rounds both to fp16
+    inverse = R((I + L)^-1), by powers of L in fp16     I + M + R((I + L)^-1 - I - M), M = R((I + L)^-1 - I)
+    scores  = lower part of R(q_start . k_inv^T)        the same; on the diagonal R(scale q . k)
 
-    u = R(R(v - R(k_start . S)) R(beta))      U = R(inverse . u)
-    o = R(R(q_start . S) + R(scores . U))     S' = R(2^c_15 S + k_end^T . U)
+    u  = R(R(v - R(k_start . S)) R(beta))               (v - k_start . R(S)) beta
+    U  = R(inverse . u)                                 R(u + (inverse - I) . R(u))
+    o  = R(R(q_start . S) + R(scores . U))              R(q_start . R(S) + scores . U)
+    S' = R(2^c_15 S + k_end^T . U)                      2^c_15 S + k_end^T . U
 
-The state S is bf16 between chunks. On a GPU every step uses the instructions that the kernels use (device_math), so the
-bits are theirs; on a CPU host_math comes close. Three of these roundings can be swapped for more accurate ones, which
-the keyword arguments of `forward` name.
+What is not rounded to bf16 is fp32. On a GPU every step uses the instructions that the kernels use (device_math): the bits
+of "exact" are theirs, and "robust" sums in another order where a tensor core adds to what it is given. On a CPU host_math
+comes close. The robust kernel is described for FlashKDA's call, where 2^-c has a bound.
 """
 
 import torch
@@ -41,33 +47,30 @@ def forward(
     initial_state=None,  # [N, H, V, K] fp32 or bf16
     cu_seqlens=None,  # [N + 1] int32 or int64
     *,
-    inverse="neumann",
-    state_dtype=torch.bfloat16,
-    k_end_rounded_once=False,
+    arithmetic="exact",
     return_workspace=False,
 ):
     """KDA forward with the L2 norm, the bounded gate and the beta sigmoid inside, in the kernels' rounding order.
 
-    inverse: "neumann" is FlashKDA's fp16 product of powers; "substitution" keeps L and its beta in fp32 and solves by
-    forward substitution, rounded once to bf16.
-    state_dtype: bf16 (FlashKDA), or fp32: the state is carried unrounded and only its copy for the products is bf16.
-    k_end_rounded_once: k_end = R(k (2^-c 2^c_15)) instead of the three roundings above.
+    arithmetic: "exact" or "robust". The state is carried as bf16, or robust: fp32.
 
     Returns out [B, T, H, 128] bf16 and final_state [N, H, V, K], N being the number of sequences (B without
     cu_seqlens); the state has the dtype of initial_state, fp32 without one. With return_workspace also a dict of what
     the prepare kernel leaves: k_start, q_start, k_end [H * C, 16, 128] bf16, decay_total [H * C, 128] fp32, inverse,
-    scores [H * C, 16, 16] bf16, index head * C + chunk; the C chunks of all sequences follow each other without gaps.
+    scores [H * C, 16, 16] bf16, index head * C + chunk; the C chunks of all sequences follow each other without gaps. Of the
+    robust inverse, M lies below the diagonal and the transpose of the second term above it.
 
     Rows past a sequence's end count as zero in q, k, v and beta. Raises ValueError for another head dimension, a
-    lower_bound outside [-5, 0), or an unknown inverse.
+    lower_bound outside [-5, 0), or an unknown arithmetic.
     """
     batch, tokens, heads, dim = q.shape
     if dim != HEAD_DIM or v.shape[-1] != HEAD_DIM:
         raise ValueError(f"requires K = V = {HEAD_DIM}, got K={dim}, V={v.shape[-1]}")
     if not -5.0 <= lower_bound < 0.0:
         raise ValueError(f"requires -5 <= lower_bound < 0, got {lower_bound}")
-    if inverse not in ("neumann", "substitution"):
-        raise ValueError(f'requires inverse "neumann" or "substitution", got {inverse!r}')
+    if arithmetic not in ("exact", "robust"):
+        raise ValueError(f'requires arithmetic "exact" or "robust", got {arithmetic!r}')
+    robust = arithmetic == "robust"
     math = _math_for(q.device)
     bounds = sequence_bounds(batch, tokens, cu_seqlens)
     rows, inside, first_chunk = chunk_rows(bounds, q.device)
@@ -77,7 +80,8 @@ def forward(
         picked = torch.where(inside.reshape(*inside.shape, *[1] * (x.dim() - 2)), picked, torch.zeros_like(picked))
         return picked.movedim(2, 0).contiguous()
 
-    beta_chunks = sigmoid(math, chunks_of(beta).float())
+    beta_chunks = chunks_of(beta).float()
+    beta_chunks = logistic(math, math.mul(beta_chunks, -LOG2_E_FP32)) if robust else sigmoid(math, beta_chunks)
     workspace = prepare(
         math,
         *(chunks_of(x) for x in (q, k, g)),
@@ -87,14 +91,14 @@ def forward(
         A_log.reshape(heads).float(),
         dt_bias.reshape(heads, HEAD_DIM).float(),
         lower_bound,
-        inverse,
-        k_end_rounded_once,
+        robust,
     )
+    state_dtype = fp32 if robust else bf16
     if initial_state is None:
         state = torch.zeros(len(bounds), heads, HEAD_DIM, HEAD_DIM, dtype=state_dtype, device=q.device)
     else:
         state = initial_state.to(state_dtype)
-    out_chunks, state = recur(math, workspace, chunks_of(v), beta_chunks.to(bf16), state, first_chunk)
+    out_chunks, state = recur(math, workspace, chunks_of(v), beta_chunks, state, first_chunk, robust)
 
     out = torch.zeros(batch * tokens, heads, HEAD_DIM, dtype=bf16, device=q.device)
     out[rows[inside]] = out_chunks.movedim(0, 2)[inside]
@@ -136,27 +140,42 @@ def chunk_rows(bounds, device=None):
 
 
 def sigmoid(math, x):
+    """FlashKDA's."""
     return math.fma(math.tanh(math.mul(x, 0.5)), 0.5, 0.5)
 
 
-def normalise(math, x):
-    """Rows of x [..., 128] bf16 divided by their length: 16 lanes sum 8 channels each, a butterfly adds the lanes."""
-    x = x.float()
-    channels = x.unflatten(-1, (16, 8))
-    total = torch.zeros_like(channels[..., 0])
+def logistic(math, exponent):
+    """The robust sigmoid of x, from exponent = -x log2(e)."""
+    return math.rcp(math.add(math.ex2(exponent), 1.0))
+
+
+def dot(math, x, y):
+    """Sums of x y over the last dimension, [.., 128] fp32 -> [.., 1]: 16 lanes sum 8 channels each, a butterfly adds them."""
+    x, y = x.unflatten(-1, (16, 8)), y.unflatten(-1, (16, 8))
+    total = torch.zeros_like(x[..., 0])
     for i in range(8):
-        total = math.fma(channels[..., i], channels[..., i], total)
+        total = math.fma(x[..., i], y[..., i], total)
     for distance in (8, 4, 2, 1):
         total = math.add(total[..., :distance], total[..., distance:])
-    return math.mul(x, math.rsqrt(math.add(total, 1e-6))).to(bf16)
+    return total
 
 
-def log2_decay(math, g, inside, A_log, dt_bias, lower_bound):
+def normalise(math, x):
+    """Rows of x [..., 128] bf16 divided by their length."""
+    x = x.float()
+    return math.mul(x, math.rsqrt(math.add(dot(math, x, x), 1e-6))).to(bf16)
+
+
+def log2_decay(math, g, inside, A_log, dt_bias, lower_bound, robust=False):
     """Running sum of the log2 decay over a chunk's rows, g [H, C, 16, 128] bf16 -> fp32; rows past the end add 0."""
     gate_scale = torch.tensor(lower_bound * LOG2_E, dtype=torch.float64).float().item()
     steepness = math.ex2(math.mul(A_log, LOG2_E_FP32))[:, None, None, None]
     x = math.add(g.float(), dt_bias[:, None, None, :])
-    y = math.mul(sigmoid(math, math.mul(x, steepness)), gate_scale)
+    if robust:
+        y = logistic(math, math.mul(x, math.mul(steepness, -LOG2_E_FP32)))
+    else:
+        y = sigmoid(math, math.mul(x, steepness))
+    y = math.mul(y, gate_scale)
     y = torch.where(inside[..., None], y, torch.zeros_like(y))
     running, rows = torch.zeros_like(y[:, :, 0]), []
     for row in range(CHUNK):
@@ -165,27 +184,44 @@ def log2_decay(math, g, inside, A_log, dt_bias, lower_bound):
     return torch.stack(rows, dim=2)
 
 
-def prepare(math, q, k, g, beta, inside, scale, A_log, dt_bias, lower_bound, inverse, k_end_rounded_once=False):
+def prepare(math, q, k, g, beta, inside, scale, A_log, dt_bias, lower_bound, robust=False):
     """All that needs no state: q, k, g [H, C, 16, 128] bf16, beta [H, C, 16] fp32 -> dict of [H, C, ...] tensors."""
     q, k = normalise(math, q), normalise(math, k)
-    c = log2_decay(math, g, inside, A_log, dt_bias, lower_bound)
-    decay_total = math.ex2(c[:, :, -1])
-    shrink, grow = math.ex2(c).to(bf16), math.ex2(-c)
-    k_start, k_inv = multiply(math, k, shrink), multiply(math, k, grow.to(bf16))
-    q_start = multiply(math, multiply(math, q, shrink), torch.tensor(scale, dtype=fp32, device=q.device).to(bf16))
-    if k_end_rounded_once:
-        k_end = multiply(math, k, math.mul(grow, decay_total[:, :, None]))
+    c = log2_decay(math, g, inside, A_log, dt_bias, lower_bound, robust)
+    k_start, q_start, k_inv, k_end = (rows_robust if robust else rows_exact)(math, q, k, c, scale)
+    lower, scores = math.product(k_start, k_inv.mT), math.product(q_start, k_inv.mT)
+    if robust:
+        inverse = two_terms(invert_by_substitution(math, lower, beta))
+        diagonal = math.mul(dot(math, q.float(), k.float()), scale)
+        scores = scores.tril(-1) + diagonal[..., 0].diag_embed()
     else:
-        k_end = multiply(math, k_inv, decay_total.to(bf16)[:, :, None])
-
-    lower = math.product(k_start, k_inv.mT)
-    if inverse == "neumann":
         inverse = invert_neumann(math, lower.to(fp16), beta.to(fp16))
-    else:
-        inverse = invert_by_substitution(math, lower, beta)
-    scores = math.product(q_start, k_inv.mT).to(bf16).tril()
-    values = (k_start, q_start, k_end, decay_total, inverse, scores)
+    values = (k_start, q_start, k_end, math.ex2(c[:, :, -1]), inverse, scores.to(bf16).tril())
     return dict(zip(WORKSPACE, values))
+
+
+def rows_exact(math, q, k, c, scale):
+    """k_start, q_start, k_inv, k_end; every factor is rounded."""
+    shrink, grow, total = (math.ex2(x).to(bf16) for x in (c, -c, c[:, :, -1:]))
+    factor = torch.tensor(scale, dtype=fp32, device=q.device).to(bf16)
+    k_inv = multiply(math, k, grow)
+    return (
+        multiply(math, k, shrink),
+        multiply(math, multiply(math, q, shrink), factor),
+        k_inv,
+        multiply(math, k_inv, total),
+    )
+
+
+def rows_robust(math, q, k, c, scale):
+    """The same; only results are rounded."""
+    shrink, rest = math.ex2(c), math.ex2(math.add(c[:, :, -1:], -c))
+    return (
+        multiply(math, k, shrink),
+        multiply(math, q, math.mul(shrink, scale)),
+        multiply(math, k, math.ex2(-c)),
+        multiply(math, k, rest),
+    )
 
 
 def multiply(math, x, y):
@@ -213,11 +249,18 @@ def invert_by_substitution(math, lower, beta):
         for j, solved in enumerate(rows):
             row = math.fma(-lower[..., i, j, None], solved, row)
         rows.append(row)
-    return torch.stack(rows, dim=-2).to(bf16)
+    return torch.stack(rows, dim=-2)
 
 
-def recur(math, workspace, v, beta, state, first_chunk):
-    """The recurrence. v [H, C, 16, V] bf16, beta [H, C, 16] bf16 (after the sigmoid), state [N, H, V, K].
+def two_terms(inverse):
+    """inverse - I as bf16 below the diagonal, and what that leaves, transposed, above it."""
+    inverse = inverse.tril(-1)
+    lead = inverse.to(bf16)
+    return lead + (inverse - lead.float()).to(bf16).mT
+
+
+def recur(math, workspace, v, beta, state, first_chunk, robust=False):
+    """The recurrence. v [H, C, 16, V] bf16, beta [H, C, 16] after the sigmoid, state [N, H, V, K] bf16, robust: fp32.
 
     Returns out [H, C, 16, V] bf16 and the state after each sequence's last chunk.
     """
@@ -227,18 +270,36 @@ def recur(math, workspace, v, beta, state, first_chunk):
     for step in range(max((b - a for a, b in zip(first_chunk, first_chunk[1:])), default=0)):
         running = (chunks > step).nonzero()[:, 0]  # sequences that still have a chunk
         index = first[running] + step
-        k_start, q_start, k_end, decay_total, inverse, scores = (workspace[name][:, index] for name in WORKSPACE)
+        tables = [workspace[name][:, index] for name in WORKSPACE]
         s = state[running].transpose(0, 1)  # [H, n, V, K]
-        operand = s.to(bf16).mT
-        read = math.product(k_start, operand).to(bf16)
-        out_state = math.product(q_start, operand).to(bf16)
-        u = (v[:, index] - read) * beta[:, index, :, None]
-        u = math.product(inverse, u).to(bf16)
-        out[:, index] = out_state + math.product(scores, u).to(bf16)
-        update = math.product(u.mT, k_end)
-        s = math.fma(decay_total[:, :, None, :], s.float(), update).to(state.dtype)
+        step_of = step_robust if robust else step_exact
+        out[:, index], s = step_of(math, *tables, v[:, index], beta[:, index, :, None], s)
         state[running] = s.transpose(0, 1)
     return out, state
+
+
+def step_exact(math, k_start, q_start, k_end, decay_total, inverse, scores, v, beta, s):
+    """Output of a chunk and the state [.., V, K] behind it."""
+    operand = s.mT
+    read = math.product(k_start, operand).to(bf16)
+    out_state = math.product(q_start, operand).to(bf16)
+    u = math.product(inverse, (v - read) * beta.to(bf16)).to(bf16)
+    out = out_state + math.product(scores, u).to(bf16)
+    update = math.product(u.mT, k_end)
+    return out, math.fma(decay_total[:, :, None, :], s.float(), update).to(bf16)
+
+
+def step_robust(math, k_start, q_start, k_end, decay_total, inverse, scores, v, beta, s):
+    """The same; `inverse` is what two_terms gives."""
+    operand = s.to(bf16).mT
+    u = math.mul(math.add(v.float(), -math.product(k_start, operand)), beta)
+    rounded = u.to(bf16)
+    for term in (inverse.triu(1).mT, inverse.tril(-1)):
+        u = math.add(u, math.product(term, rounded))
+    u = u.to(bf16)
+    out = math.add(math.product(q_start, operand), math.product(scores, u)).to(bf16)
+    kept = math.mul(s, decay_total[:, :, None, :])
+    return out, math.add(kept, math.product(u.mT, k_end))
 
 
 def comparable_rows(name, batch, tokens, cu_seqlens=None):

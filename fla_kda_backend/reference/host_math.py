@@ -32,6 +32,11 @@ def rsqrt(x):
     return torch.rsqrt(flush(x))
 
 
+def rcp(x):
+    """1/x, for `rcp.approx.ftz.f32`."""
+    return flush(torch.reciprocal(flush(x)))
+
+
 def mul(x, y):
     """x * y, for `mul.rn.ftz.f32`."""
     return flush(flush(x) * flush(y))

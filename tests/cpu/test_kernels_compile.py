@@ -125,8 +125,10 @@ def check_recurrence(kernel, options, spilled):
         assert kernel["stack"] <= spilled
     else:
         assert no_local_memory(kernel)
-    assert ptx[BF16_MMA] == sass["HMMA"] == tiles * (8 + 8 + 1 + 8 + 1)  # P, O, U, dS, scores U
-    assert ptx[MOVMATRIX] == tiles * (16 + 16 + 2 + 2)  # the state before the loop and in it, u, U
+    terms = 2 if options["arithmetic"] == "robust" else 1  # of the inverse
+    assert ptx[BF16_MMA] == sass["HMMA"] == tiles * (8 + 8 + terms + 8 + 1)  # P, O, U, dS, scores U
+    # the state before the loop and in it, u, U; the inverse's second term
+    assert ptx[MOVMATRIX] == tiles * (16 + 16 + 2 + 2) + 3 * (terms - 1)
     rows_of_out = 2 if tiles == 1 else 0  # wider ones are vectors
     states = tiles * 16 if options.get("states") else 0
     assert ptx.get("st.global.b32", 0) == rows_of_out + states

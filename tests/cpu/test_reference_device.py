@@ -23,6 +23,7 @@ def ptx_of(kernel, types, constants, **options):
         ("ex2.approx.ftz.f32", 1),
         ("tanh.approx.f32", 1),
         ("rsqrt.approx.ftz.f32", 1),
+        ("rcp.approx.ftz.f32", 1),
         ("mul.rn.ftz.f32", 2),
         ("add.rn.ftz.f32", 2),
         ("fma.rn.ftz.f32", 3),

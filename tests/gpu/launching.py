@@ -8,7 +8,7 @@ import pytest
 import torch
 from golden import relative_error
 from gpu import specs
-from kda_inputs import ROBUST, chunk_kda_arguments
+from kda_inputs import chunk_kda_arguments
 
 from fla_kda_backend import dispatch_log, op, planning
 from fla_kda_backend.call import parse
@@ -170,6 +170,9 @@ def right(found, inputs, setting):
     """Whether (out, final_state) is what the setting promises: the exact reference's bits, or small errors."""
     if setting == "exact":
         return same(found, expected(inputs, None if found[1] is None else found[1].dtype))
-    if setting == "robust":  # whose sums are taken in another order than the reference's
-        return all(error < 5e-3 for error in errors(found, exact.forward(**inputs, **ROBUST)))
+    if setting == "robust":
+        # The kernel sums in another order than the reference, and where decay is slow more and more roundings then differ.
+        # Evaluations of the reference that sum forwards and round, or backwards and truncate, lie 4e-4 apart on a few hundred
+        # tokens, 2.3e-3 on 32,768.
+        return all(error < 5e-3 for error in errors(found, exact.forward(**inputs, arithmetic="robust")))
     return all(error < limit for error, limit in zip(errors(found, precise(inputs)), WY64_LIMITS))

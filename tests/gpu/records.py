@@ -2,8 +2,23 @@
 
 import torch
 
+from fla_kda_backend import op
 from fla_kda_backend.kernels.shared import record16
 from fla_kda_backend.reference import exact
+
+
+def workspaces(monkeypatch):
+    """The list that every workspace allocated from now on is added to."""
+    empty, kept = torch.empty, []
+
+    def keep(*arguments, **keywords):
+        made = empty(*arguments, **keywords)
+        if made.dtype == torch.uint8:
+            kept.append(made)
+        return made
+
+    monkeypatch.setattr(op.torch, "empty", keep)
+    return kept
 
 
 def slots_of(batch, tokens, cu_seqlens):

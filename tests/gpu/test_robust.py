@@ -1,9 +1,13 @@
 """The robust setting in the regimes where roundings show: at most 1.5 times the error of FLA's Triton kernels."""
 
 import pytest
+import torch
 from golden import relative_error
+from gpu import records
 from gpu.launching import beside_triton, errors, precise, right, run
-from kda_inputs import REGIMES, regime
+from kda_inputs import REGIMES, random_inputs, regime
+
+from fla_kda_backend.reference import exact
 
 pytestmark = pytest.mark.gpu
 HEADS = 2  # FLA tunes its kernels anew for every number of heads
@@ -16,6 +20,21 @@ def test_errors_are_near_those_of_triton(name, device, monkeypatch, record_prope
     assert ours[0] <= 1.5 * theirs[0] and ours[1] <= 1.5 * theirs[1]
     if name != "repeated":  # where sums in another order matter more
         assert right(found, inputs, "robust")
+
+
+@pytest.mark.sanitize
+def test_workspace(device, monkeypatch):
+    """What needs no sum over the state has the bits of the reference."""
+    inputs = random_inputs(130, HEADS, cu_seqlens=[0, 1, 1, 65, 130], device=device)
+    kept = records.workspaces(monkeypatch)
+    run(inputs, "robust")
+    (workspace,) = kept
+    offsets = inputs["cu_seqlens"]
+    found = records.unpack(workspace, HEADS, records.slots_of(1, 130, offsets))
+    *_, expected = exact.forward(**inputs, arithmetic="robust", return_workspace=True)
+    for name, table in found.items():
+        rows = exact.comparable_rows(name, 1, 130, offsets).to(device)
+        assert torch.equal(table[:, rows], expected[name].unflatten(0, (HEADS, -1))[:, rows]), name
 
 
 def test_one_key_repeated_for_long(device):

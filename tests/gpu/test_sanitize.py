@@ -10,7 +10,7 @@ from calls import INFERENCE
 from gpu import specs
 from gpu.launching import errors, precise, run
 from kda_calls import call_of
-from kda_inputs import ROBUST, random_inputs
+from kda_inputs import random_inputs
 
 from fla_kda_backend import op, planning
 from fla_kda_backend.call import parse
@@ -86,7 +86,7 @@ def compare_call(case, device, **changes):
 def compare(case, setting, bv, device):
     inputs = random_inputs(**{"heads": HEADS} | case)
     if setting in specs.COLUMN_SPLIT:
-        reference = exact.forward(**inputs, **(ROBUST if setting == "robust" else {}))
+        reference = exact.forward(**inputs, arithmetic=setting)
     else:
         reference = precise(inputs)
     moved = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}

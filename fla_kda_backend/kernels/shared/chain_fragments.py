@@ -132,6 +132,12 @@ class ChainFragments:
             target[None, ks[k]].store(source[None, ks[k]].load().to(BFloat16))
 
     @cute.jit
+    def round_output(self, t):
+        for k in cutlass.range_constexpr(4):
+            o = t.flat_o[None, k].load()
+            t.o_bf16[None, k].store((o * t.scale if self.scaled else o).to(BFloat16))
+
+    @cute.jit
     def round_state(self, t, begin: cutlass.Constexpr, end: cutlass.Constexpr):
         """S to bf16, blocks of 16 keys `begin` to `end`."""
         for k in cutlass.range_constexpr(begin, end):

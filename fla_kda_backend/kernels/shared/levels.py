@@ -101,7 +101,7 @@ class Levels:
 
     def level_images(self, p, n, at, y, norms, scale, band, half, lane):
         """As PrepareSteps.images, from the words of `Gates.log_decays` and the sums of `near_levels`. norms: None where q and
-        k are not normalised; powers of two are then in the operands, and `scale` comes after their products."""
+        k are not normalised; powers of two are then in the operands, and the chain multiplies by `scale`."""
         smem, powers = p.smem, None
         upto, behind, *_ = self.level_matrices(lane)
         level8 = _zero()
@@ -134,18 +134,21 @@ class Levels:
             q8, k8 = self.pack(q_high), self.pack(k_high)
             level8 = self.product((q8[0], k8[0], q8[1], k8[1]), self.pack(k_low), level8)
             k_next = _rows(_times(k_low, lower), _times(k[1::2], d))
+            k_end = k_next
+            if self.l2norm:
+                low, high = ([self.rounded(pair) for pair in k[r::2]] for r in range(2))
+                k_end = _rows(_times(low, [[x * y for x, y in zip(*f)] for f in zip(b, lower)]), _times(high, d))
             k = _rows(_times(k[::2], a), _times(k_high, upper))
             q = _rows(q_low, _times(q_high, upper))
             columns = [table_at + kk * 64 + t * 32 for t in range(2)]
             start, end = ([f for c in columns for f in [ptx.lds_v2_f32(c + t)] * 2] for t in (FROM_START, TO_END))
             ptx.sts_v4_b32(next_at + kk * 512, self.pack(k_next))
-            ptx.stmatrix_x4(k_at, self.image(_times(k_next, end), powers, 1))
+            ptx.stmatrix_x4(k_at, self.image(_times(k_end, end), powers, 1))
             k_band.append(self.pack(k))
             ptx.stmatrix_x4(g_at, self.image([[-x for x in pair] for pair in _times(k, start)], powers, 1))
             q_band.append(self.pack(q))
             if not self.l2norm:
                 ptx.settle(next_at, [ptx.as_f32(w) for w in q_band[kk]])
-                start = [[scale * x for x in pair] for pair in start]
             ptx.stmatrix_x4(q_at, self.image(_times(q, start), powers, 0))
             ptx.settle(next_at, level8)
         near, level8 = self.finished(p, level8, n, scale)
@@ -173,10 +176,10 @@ class Levels:
         if self.l2norm:
             columns = [self.norms(smem, band, 2 * (lane & 3) + e, 512) for e in range(2)]
             rows = [self.norms(smem, band, lane >> 2, table) for table in (0, 512)]
+            rows[0] = [scale * x for x in rows[0]]
         else:
             columns = list(zip(*self.powers_of_columns(smem, band, half, lane)))
             rows = list(zip(*map(ptx.unpack_bf16x2, self.powers_of_rows(smem, band, half, lane))))
-        rows[0] = [scale * x for x in rows[0]]
         near = [[[x * rows[t][r] * columns[e][r] for e, x in enumerate(near[r][t])] for t in range(2)] for r in range(2)]
         if not self.l2norm:
             level8 = [x * rows[i >> 1][1] * columns[i & 1][0] for i, x in enumerate(level8)]

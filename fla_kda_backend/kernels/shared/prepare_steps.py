@@ -111,6 +111,10 @@ class PrepareSteps:
         if band == 2:
             ptx.sts_v2_f32(where + MIDDLE, *[ptx.ex2(t[1][e] + t[2][e]) for e in range(2)])
 
+    def rounded(self, pair):
+        """To bf16."""
+        return ptx.unpack_bf16x2(ptx.pack_bf16x2(*pair))
+
     # ---- images and operands ---------------------------------------------------------------------------------------
     def images(self, smem, at, sums, norms, band, half, lane):
         """Write Q, K_end, K_start and k_next over q, k, g; return q_band, k_band and half sums of the diagonal blocks.
@@ -135,11 +139,12 @@ class PrepareSteps:
                 x = [y * norms[0][r] * f for y, f in zip(ptx.unpack_bf16x2(q_words[w]), shrink)]
                 q.append([x, [y * f for y, f in zip(x, start[n])]])
                 z = [y * norms[1][r] for y in ptx.unpack_bf16x2(k_words[w])]
-                z_inv = [y * ptx.ex2(-d) for y, d in zip(z, decay)]
+                grow = [ptx.ex2(-d) for d in decay]
+                to_next = [f * g for f, g in zip(grow, own[n])]
+                z_inv, z_next = ([y * f for y, f in zip(z, factors)] for factors in (grow, to_next))
+                z_end = [y * (f * g) for y, f, g in zip(self.rounded(z), to_next, end[n])]
                 z = [y * f for y, f in zip(z, shrink)]
-                z_next = [y * f for y, f in zip(z_inv, own[n])]
-                z_start = [-(y * f) for y, f in zip(z, start[n])]
-                k.append([z, z_start, z_inv, z_next, [y * f for y, f in zip(z_next, end[n])]])
+                k.append([z, [-(y * f) for y, f in zip(z, start[n])], z_inv, z_next, z_end])
             pack = lambda words: [[ptx.pack_bf16x2(*pair) for pair in image] for image in zip(*words)]  # noqa: E731
             (q_words, q_image), (k_words, k_start, k_inv, k_next, k_end) = pack(q), pack(k)
             ptx.stmatrix_x4(q_at, q_image)
@@ -209,11 +214,11 @@ class PrepareSteps:
         return ptx.ldmatrix_x4_trans(smem + DIAGONAL + band * 2048 + part * 512 + at)
 
     @cute.jit
-    def blocks_below(self, smem, b: cutlass.Constexpr, barrier, beta, scale, half, lane, q_band, k_band):
+    def blocks_below(self, smem, b: cutlass.Constexpr, barrier, beta, half, lane, q_band, k_band):
         """The blocks of A and of N left of the diagonal in band b's rows. The two warps of the band swap sums over
         their channels, with the given barrier between; half 0 finishes N, half 1 A."""
         first = b * (b - 1) // 2 * 1024 + lane * 16
-        sums = [self.half_sums(smem, b, other, scale, half, lane, q_band, k_band) for other in range(b)]
+        sums = [self.half_sums(smem, b, other, half, lane, q_band, k_band) for other in range(b)]
         if half == 0:
             self.store_sums(smem + A_SUMS + first, [a for a, _ in sums])
         else:
@@ -225,7 +230,7 @@ class PrepareSteps:
             for other, block in enumerate(self.whole_sums(smem + A_SUMS + first, [a for a, _ in sums])):
                 ptx.stmatrix_x4(self.a_block(smem, b, other, lane), _pack_block(block))
 
-    def half_sums(self, smem, b, other, scale, half, lane, q_band, k_band):
+    def half_sums(self, smem, b, other, half, lane, q_band, k_band):
         """Sums over the warp's channels of A_b,other and of M_b,other^T, the latter without beta."""
         a, m = _zeros(), _zeros()
         next_at = smem + K_NEXT + other * 4096 + half * 2048 + lane * 16
@@ -243,7 +248,7 @@ class PrepareSteps:
             return a, m
         (q_rows, _), (_, k_rows) = (zip(*map(ptx.unpack_bf16x2, self.powers_of_rows(smem, x, half, lane))) for x in (b, other))
         columns, others = (self.powers_of_columns(smem, x, half, lane) for x in (b, other))
-        return self.multiplied(a, [x * scale for x in q_rows], others), self.multiplied(m, k_rows, columns)
+        return self.multiplied(a, q_rows, others), self.multiplied(m, k_rows, columns)
 
     def store_sums(self, at, blocks):
         for i, block in enumerate(blocks):
