@@ -165,7 +165,7 @@ class ChainReplayWY64(ChainWY64):
         cute.arch.mbarrier_wait(sm.output.full + out_stage, out_phase)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(sm.chain.empty + stage)
+            self.free(sm.chain.empty + stage)
         count, parity = Int32(EVERY), Int32(1)
         checkpoint = p.checkpoint(item.head, item.slot, item.half)
         for _c in cutlass.range(item.plain - 1, unroll=1):
@@ -189,7 +189,7 @@ class ChainReplayWY64(ChainWY64):
             warpgroup.fence()
             self.product(K_MAJOR, t.acc_v, t.s_bf16, t.w[None, 0, None, following], range(4, 6))
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(sm.output.empty + out_stage)
+                self.free(sm.output.empty + out_stage)
             self.product(K_MAJOR, t.acc_v, t.s_bf16, t.w[None, 0, None, following], range(6, 8))
             warpgroup.commit_group()
             count -= 1
@@ -207,14 +207,14 @@ class ChainReplayWY64(ChainWY64):
             cute.arch.mbarrier_wait(sm.output.full + next_out, next_out_phase)
             warpgroup.wait_group(0)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(sm.chain.empty + following)
+                self.free(sm.chain.empty + following)
             following, following_phase = after, after_phase
             out_stage, out_phase = next_out, next_out_phase
         self.update(t, out_stage, following, 1)
         self.start_v(t)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(sm.output.empty + out_stage)
+            self.free(sm.output.empty + out_stage)
         self.round_state(t, 0, 8)
         out_stage, out_phase = self.advance(out_stage, out_phase, self.output_stages)
         return following, following_phase, out_stage, out_phase, o_phase

@@ -76,6 +76,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels.shared import ptx, sequences
+from fla_kda_backend.kernels.shared.chain_pair import cluster_shape
 from fla_kda_backend.kernels.shared.gates import Gates
 from fla_kda_backend.kernels.shared.levels import Levels
 from fla_kda_backend.kernels.shared.operands import Operands
@@ -114,15 +115,15 @@ BETAS, DTYPES = ("sigmoid", "twice", "given"), ("bf16", "fp32")
 
 class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSteps):
     """Compile-time facts: the dtype of cu_seqlens (None: equal lengths); max_ctas: the number of SMs; zero_start: the chain
-    needs neither W nor Q of a sequence's first chunk, which are then not written; link_time: see PrepareTeams. Overlapped,
-    cu_seqlens holds one sequence, and the launch covers all slots.
+    needs neither W nor Q of a sequence's first chunk, which are then not written; link_time, cluster: see PrepareTeams.
+    Overlapped, cu_seqlens holds one sequence, and the launch covers all slots.
 
     gate: "bounded", "softplus" or "given"; gate_dtype: that of g. a_log, dt_bias: their dtypes; None: exp(A_log) is 1,
     dt_bias 0; both None where the decay is given. beta: "sigmoid", "twice" (2 * sigmoid) or "given"; beta_dtype. l2norm:
     whether q and k are normalised. Dtypes are "bf16" or "fp32".
     """
 
-    def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, link_time=None, gate="bounded",
+    def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, link_time=None, cluster=False, gate="bounded",
                  gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid", beta_dtype="bf16", l2norm=True):  # fmt: skip
         facts = dict(cu_dtype=cu_dtype, gate=gate, gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta,
                      beta_dtype=beta_dtype)  # fmt: skip
@@ -134,7 +135,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
             wrong["a_log"] = None
         if wrong:
             raise ValueError(f"unsupported with gate={gate!r}: {wrong}")
-        super().__init__(max_ctas, link_time)
+        super().__init__(max_ctas, link_time, cluster)
         self.smem_bytes = self.teams * (HEADER_BYTES + STRIDE)
         self.cu_dtype, self.zero_start = cu_dtype, zero_start
         self.gate, self.gate_dtype, self.a_log, self.dt_bias = gate, gate_dtype, a_log, dt_bias
@@ -166,6 +167,7 @@ class PrepareWY64(PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSt
         ).launch(
             grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
+            cluster=cluster_shape(self.cluster),
             stream=stream,
             min_blocks_per_mp=TEAMS // self.teams,
             preferred_smem_carveout=100,

@@ -19,7 +19,8 @@ from fla_kda_backend.kernels.prepare_wy64 import PrepareWY64
 
 class WY64:
     """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments; overlap: for
-    sequences of equal length, or one packed one, whose 2 * num_seqs * heads tasks are fewer than the SMs; no segments.
+    sequences of equal length, or one packed one, whose 2 * num_seqs * heads tasks are fewer than the SMs; no segments;
+    cluster: see chain_pair.py.
 
     Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
     """
@@ -28,18 +29,19 @@ class WY64:
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
                  states=False, gate="bounded", gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid",
-                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False):  # fmt: skip
+                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, cluster=False):  # fmt: skip
         options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, states=states,
                        max_ctas=max_ctas)  # fmt: skip
         if replay and segmented:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
         if overlap and segmented:
             raise ValueError("overlap=True needs segmented=False")
-        options |= {"overlap": overlap, "scaled": not l2norm}
+        options |= {"overlap": overlap, "scaled": not l2norm, "cluster": cluster}
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
         link_time = self.chain.link_time if overlap else None
-        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time, gate=gate, gate_dtype=gate_dtype,
-                                   a_log=a_log, dt_bias=dt_bias, beta=beta, beta_dtype=beta_dtype, l2norm=l2norm)  # fmt: skip
+        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time, cluster, gate=gate,
+                                   gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta, beta_dtype=beta_dtype,
+                                   l2norm=l2norm)  # fmt: skip
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""

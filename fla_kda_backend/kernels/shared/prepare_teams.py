@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from fla_kda_backend.kernels.shared import ptx, sequences
+from fla_kda_backend.kernels.shared.chain_pair import CTAS, whole_clusters
 from fla_kda_backend.kernels.shared.prepare_loads import HEAD, TASK, TEAM
 from fla_kda_backend.kernels.shared.record64 import LOG2_CHUNK, READY_AT
 from fla_kda_backend.kernels.shared.wy64 import clear_flags, flag_address
@@ -23,10 +24,13 @@ ALL, V_TAKEN = 0, 4
 
 class PrepareTeams:
     """A kernel inherits it. max_ctas: the number of SMs; link_time: of a link of the chain beside it, in thousandths of what
-    a chunk takes a team, None without overlap; teams: of a CTA."""
+    a chunk takes a team, None without overlap; cluster: the chain's CTAs come in clusters, each of which finds its SMs only
+    where they come free side by side: so CTAs beside it are such clusters, too; teams: of a CTA."""
 
-    def __init__(self, max_ctas, link_time):
-        self.max_ctas, self.link_time, self.overlap = max_ctas, link_time, link_time is not None
+    def __init__(self, max_ctas, link_time, cluster):
+        self.link_time, self.overlap = link_time, link_time is not None
+        self.cluster = cluster and self.overlap
+        self.max_ctas = whole_clusters(max_ctas) if self.cluster else max_ctas
         self.teams = TEAMS if self.overlap else 1
         self.threads = self.teams * TEAM
 
@@ -38,7 +42,11 @@ class PrepareTeams:
         ctas = const_expr(self.max_ctas * TEAMS // self.teams)
         grid = cutlass.min((pairs + (self.teams - 1)) // self.teams, ctas)
         if const_expr(self.overlap):
-            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * num_seqs * heads, grid), Int32(1))
+            fewest = 1
+            if const_expr(self.cluster):
+                fewest = CTAS
+                grid = (grid + 1) // CTAS * CTAS
+            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * num_seqs * heads, grid), Int32(fewest))
             meanwhile = pairs // (num_seqs * heads) * self.link_time * TEAMS * stay // 1000
             rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)
             if rounds == 0:

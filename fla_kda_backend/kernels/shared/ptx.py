@@ -457,6 +457,14 @@ bulk_load = instruction(
     volatile=True,
     doc="Bulk copy of n bytes (a multiple of 16) global -> shared that completes on an mbarrier; one thread issues it.",
 )
+bulk_load_multicast = instruction(
+    "{ .reg .b16 m; cvt.u16.u32 m, $4; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[$0], [$1], $2, [$3], m; }",
+    "",
+    "rlrrr",
+    volatile=True,
+    doc="bulk_load into all CTAs of the cluster whose bits are set in a mask: the same places, each on its own mbarrier.",
+)
 bulk_store = instruction(
     "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
     "",
@@ -485,6 +493,34 @@ fence_proxy_async = instruction(
     "",
     volatile=True,
     doc="Make this thread's ordinary shared-memory accesses visible to the copy engine and the tensor cores.",
+)
+
+# ---- clusters ----------------------------------------------------------------------------------------------------
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", "r", "", volatile=False, doc="Number of this CTA in its cluster.")
+cluster_arrive = instruction(
+    "barrier.cluster.arrive.release.aligned;",
+    "",
+    "",
+    volatile=True,
+    doc="Arrive at the barrier of all threads of the cluster, after everything this thread has done.",
+)
+cluster_arrive_relaxed = instruction(
+    "barrier.cluster.arrive.relaxed.aligned;",
+    "",
+    "",
+    volatile=True,
+    doc="cluster_arrive that orders nothing but mbarriers initialised before a fence of their own.",
+)
+cluster_wait = instruction(
+    "barrier.cluster.wait.acquire.aligned;", "", "", volatile=True, doc="Wait for the others' cluster_arrive."
+)
+mbarrier_arrive_remote = instruction(
+    "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [a]; }",
+    "",
+    "rr",
+    volatile=True,
+    doc="Arrive on the mbarrier at the same place in another CTA of the cluster. Orders nothing for threads there: that would "
+    "take a release at cluster scope, which waits for all memory accesses of this thread.",
 )
 
 # ---- programmatic dependent launch --------------------------------------------------------------------------------
