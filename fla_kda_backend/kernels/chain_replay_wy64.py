@@ -8,8 +8,8 @@ from the checkpoint: the same arithmetic, hence the same bits. Outputs from the 
 spine CTA itself, for they are on its way to the final state.
 
 Progress. Blocks 0 to tasks - 1 are the spine; it waits for the copy engine, its own warps and the prepare grid only.
-The replay blocks have higher numbers and wait for spine blocks of the same grid. Blocks start in the order of their
-numbers, so when a replay block starts, every spine block has started or ended and goes on to its end, whatever else
+The replay blocks have higher numbers and wait for spine blocks of the same grid. Blocks, and clusters, start in the order of
+their numbers, so when a replay block starts, every spine block has started or ended and goes on to its end, whatever else
 runs on the GPU and however few SMs there are: with one SM the spine blocks end first, one after the other. Waiting
 threads pause, so they take few issue slots and little of the L2 from others. The prepare grid clears the flags, after
 all earlier work of the stream and before the first flag is read: a launch depends neither on what the workspace held

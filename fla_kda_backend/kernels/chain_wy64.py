@@ -66,7 +66,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
     state before each chunk (chain_states.py). segmented: a launch may cover only some of the call's slots. state_v_first:
     states are [.., H, V, K], else [.., H, K, V]. max_ctas: CTAs to spread the tasks over (the number of SMs). overlap: see
     wy64.py. scaled: multiply O by `scale`, which Q and A are free of. cluster: the two halves of a head share their loads, see
-    chain_pair.py; max_ctas is at least 2 then.
+    chain_pair.py; evict_first: and the records, read for the last time, are the first to leave the L2.
     """
 
     CHAIN_WARPS = 4
@@ -76,12 +76,16 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
     HEADER_BYTES = 1024
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", states=False, segmented=False, state_v_first=True,
-                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, cluster=False):  # fmt: skip
+                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, cluster=False,
+                 evict_first=False):  # fmt: skip
         if cu_dtype not in sequences.CU_DTYPES or initial not in STATES or final not in STATES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
         self.states, self.state_v_first, self.overlap, self.scaled = states, state_v_first, overlap, scaled
         self.cluster, self.max_ctas = cluster, whole_clusters(max_ctas) if cluster else max_ctas
+        self.evict_first = evict_first
+        if evict_first and (self.resumes or not cluster):
+            raise ValueError("evict_first=True needs replay=False and cluster=True: otherwise records are read twice")
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
         self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages

@@ -7,7 +7,9 @@ because every CTA of the chain has a loader that waits, also where it has no chu
 
 Overlapped, a loader waits for the flag of each record instead, and for prepare at its end. Every CTA of prepare has cleared
 the flags of its own records before the first CTA of the chain can start, and is on its SM by then, or done: it goes on to
-its end whatever the chain does, so each flag is set. Where programmatic overlap is off, the chain finds all flags set.
+its end whatever the chain does, so each flag is set. Where programmatic overlap is off, the chain finds all flags set. A
+cluster of the chain starts where two SMs of one neighbourhood are free, so CTAs of prepare that leave theirs to it leave
+them by clusters, too.
 """
 
 import cutlass.cute as cute
@@ -20,7 +22,7 @@ from fla_kda_backend.kernels.prepare_wy64 import PrepareWY64
 class WY64:
     """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments; overlap: for
     sequences of equal length, or one packed one, whose 2 * num_seqs * heads tasks are fewer than the SMs; no segments;
-    cluster: see chain_pair.py.
+    cluster, evict_first: see ChainWY64. link_time: instead of the chain's own, see PrepareTeams.
 
     Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
     """
@@ -29,16 +31,20 @@ class WY64:
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
                  states=False, gate="bounded", gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid",
-                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, cluster=False):  # fmt: skip
+                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, cluster=False, evict_first=False,
+                 link_time=None):  # fmt: skip
         options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, states=states,
                        max_ctas=max_ctas)  # fmt: skip
         if replay and segmented:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
         if overlap and segmented:
             raise ValueError("overlap=True needs segmented=False")
-        options |= {"overlap": overlap, "scaled": not l2norm, "cluster": cluster}
+        options |= {"overlap": overlap, "scaled": not l2norm, "cluster": cluster, "evict_first": evict_first}
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
-        link_time = self.chain.link_time if overlap else None
+        if not overlap:
+            link_time = None
+        elif link_time is None:
+            link_time = self.chain.link_time
         self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, link_time, cluster, gate=gate,
                                    gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta, beta_dtype=beta_dtype,
                                    l2norm=l2norm)  # fmt: skip

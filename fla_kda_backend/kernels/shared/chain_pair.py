@@ -29,14 +29,15 @@ both CTAs' loaders issue n: they go through the uses of their ring in order, and
 its flags, comes by itself. What else chain warps wait for, writers of O and checkpoints and in the replay the spine's
 flags, depends on no cluster that starts later.
 
-Begin and end: barriers are initialised, and zeros stored, before both CTAs meet at a cluster barrier; nothing remote is
-done before. At the end all threads meet again: when the chain warps come there, every phase of every `full` has completed,
-so all bytes have arrived, and their arrivals in the other CTA are ordered before the barrier. So no CTA exits while something
-may still come into it.
+Begin and end: a CTA's arrival at the first cluster barrier follows the initialisation of its mbarriers, and nothing remote
+is done before that barrier has been passed. At the end all threads meet again. When the chain warps come there, all phases
+of every `full` have completed, so all bytes have arrived, and their own arrivals in the other CTA are ordered before the
+barrier. So no CTA exits while something may still come into it.
 
-Fences: a stage is read by tensor cores, whose reads are complete when the warp has waited for its products, and by ordinary
-loads, whose values are in registers when a warp arrives. Arrivals in the other CTA release at cluster scope and loaders
-acquire there.
+Order: what the arrivals hand over is the permission to write, no data, and what a stage held has been read by then: by
+tensor cores whose products the warp has waited for, and by loads of shared memory, which are executed in order before the
+arrival. So they need no release at cluster scope, which would have each link wait for the warp's stores to global memory.
+Data come through `full` only, from the copy engine to the waiting thread.
 """
 
 import cutlass.cute as cute
@@ -64,6 +65,7 @@ class ChainPair:
     """A chain kernel inherits it. `cluster`: whether the halves are a cluster; without, each CTA is for itself."""
 
     cluster = False
+    evict_first = False  # whether records, read once, are the first to leave the L2 then
 
     def readers(self):
         """Arrivals that free a stage."""
@@ -104,6 +106,17 @@ class ChainPair:
         if const_expr(self.cluster):
             half = size >> 1
             at = half * ptx.cluster_rank()
-            ptx.bulk_load_multicast(target + at, source + at, half, full, Int32(BOTH))
+            if const_expr(self.evict_first):
+                ptx.bulk_load_multicast_once(target + at, source + at, half, full, Int32(BOTH), ptx.evict_first())
+            else:
+                ptx.bulk_load_multicast(target + at, source + at, half, full, Int32(BOTH))
+        else:
+            ptx.bulk_load(target, source, size, full)
+
+    @cute.jit
+    def fetch_own(self, target, source, size, full):
+        """The same, of what one half needs."""
+        if const_expr(self.evict_first):
+            ptx.bulk_load_once(target, source, size, full, ptx.evict_first())
         else:
             ptx.bulk_load(target, source, size, full)

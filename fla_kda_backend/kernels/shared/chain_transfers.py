@@ -117,7 +117,8 @@ class ChainTransfers:
                     full = full.toint()
                     if used > 0:
                         self.fetch(sm.w.toint() + stage * W_BYTES, source + W_AT, used, full)
-                    ptx.bulk_load(sm.u.toint() + stage * U_BYTES, source + U_AT + item.half * U_BYTES, U_BYTES, full)
+                    u = source + U_AT + item.half * U_BYTES
+                    self.fetch_own(sm.u.toint() + stage * U_BYTES, u, Int32(U_BYTES), full)
                     self.fetch(sm.decay.toint() + stage * DECAY_BYTES, source + DECAY_AT, Int32(DECAY_BYTES), full)
                 source += RECORD_BYTES
                 stage, phase = self.advance(stage, phase, self.chain_stages)

@@ -24,8 +24,8 @@ ALL, V_TAKEN = 0, 4
 
 class PrepareTeams:
     """A kernel inherits it. max_ctas: the number of SMs; link_time: of a link of the chain beside it, in thousandths of what
-    a chunk takes a team, None without overlap; cluster: the chain's CTAs come in clusters, each of which finds its SMs only
-    where they come free side by side: so CTAs beside it are such clusters, too; teams: of a CTA."""
+    a chunk takes a team, None without overlap; cluster: overlapped, CTAs are clusters like the chain's, see wy64.py; teams: of
+    a CTA."""
 
     def __init__(self, max_ctas, link_time, cluster):
         self.link_time, self.overlap = link_time, link_time is not None

@@ -458,12 +458,31 @@ bulk_load = instruction(
     doc="Bulk copy of n bytes (a multiple of 16) global -> shared that completes on an mbarrier; one thread issues it.",
 )
 bulk_load_multicast = instruction(
-    "{ .reg .b16 m; cvt.u16.u32 m, $4; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-    "[$0], [$1], $2, [$3], m; }",
+    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [$0], [$1], $2, [$3], mask; }",
     "",
     "rlrrr",
     volatile=True,
     doc="bulk_load into all CTAs of the cluster whose bits are set in a mask: the same places, each on its own mbarrier.",
+)
+bulk_load_once = instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;",
+    "",
+    "rlrrl",
+    volatile=True,
+    doc="bulk_load with a cache policy.",
+)
+bulk_load_multicast_once = instruction(
+    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+    "[$0], [$1], $2, [$3], mask, $5; }",
+    "",
+    "rlrrrl",
+    volatile=True,
+    doc="bulk_load_multicast with a cache policy.",
+)
+evict_first = instruction(
+    "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "l", "", volatile=False, doc="Cache policy: first to leave the L2."
 )
 bulk_store = instruction(
     "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
@@ -515,12 +534,12 @@ cluster_wait = instruction(
     "barrier.cluster.wait.acquire.aligned;", "", "", volatile=True, doc="Wait for the others' cluster_arrive."
 )
 mbarrier_arrive_remote = instruction(
-    "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [a]; }",
+    "{ .reg .b32 there;\nmapa.shared::cluster.u32 there, $0, $1;\nmbarrier.arrive.shared::cluster.b64 _, [there]; }",
     "",
     "rr",
     volatile=True,
-    doc="Arrive on the mbarrier at the same place in another CTA of the cluster. Orders nothing for threads there: that would "
-    "take a release at cluster scope, which waits for all memory accesses of this thread.",
+    doc="Arrive on the mbarrier at the same place in another CTA of the cluster. Releases nothing to threads there: at cluster "
+    "scope the instruction waits for all memory accesses of its thread.",
 )
 
 # ---- programmatic dependent launch --------------------------------------------------------------------------------
