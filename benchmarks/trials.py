@@ -15,28 +15,34 @@ from fla_kda_backend.call import parse
 
 from . import cases, specs, timing
 
-HINTS = "writes inputs reads"
-FIXED = [(False, ""), (False, HINTS)] + [(True, words) for words in (
-    "", "prompt", "tasks=40", "tasks=40 prompt", "tasks=40 link=110", "tasks=24", "inputs", "writes inputs", "reads", HINTS,
-    f"tasks=40 {HINTS}", f"{HINTS} records",
-)]  # fmt: skip
-PACKED = [(False, words) for words in ("", "writes", "inputs", "reads", "writes inputs", HINTS, f"{HINTS} records", "skip",
-                                       f"skip {HINTS}", "direct", "direct writes inputs")]  # fmt: skip
+P, O, R = (False, False), (True, False), (True, True)  # overlap, replay
+C = "cluster"
 TRIALS = {
-    **{f"fixed-T8192-H{heads}": FIXED for heads in (24, 48, 96)},
-    **{name: PACKED for name in ("128x64-H12", "8x1024-H12", "varlen6-H12")},
+    "fixed-T8192-H24": [(P, ""), (O, ""), (O, C), (O, C + " link=75"), (O, C + " link=60"), (O, C + " inputs writes"), (O, "inputs writes")],
+    "fixed-T8192-H48": [(P, ""), (P, "inputs writes"), (P, C + " inputs writes reads"), (O, ""), (O, C), (O, C + " tasks=40"),
+                        (O, C + " inputs writes"), (O, C + " inputs writes reads"), (O, C + " inputs writes link=75")],
+    "fixed-T8192-H96": [(P, ""), (P, "inputs writes"), (P, C + " inputs writes reads"), (O, ""), (O, C), (O, C + " tasks=40"),
+                        (O, C + " inputs writes"), (O, C + " inputs writes reads"), (O, C + " inputs writes prompt")],
+    "fixed-T8192-H12": [(R, ""), (R, C), (R, C + " inputs writes"), (O, C), (R, C + " link=40")],
+    "fixed-T8192-H6": [(R, ""), (R, C), (R, "inputs writes"), (R, C + " inputs writes")],
+    "128x64-H12": [(P, ""), (P, "inputs writes"), (P, "skip"), (P, "direct"), (P, "direct inputs writes"), (P, C)],
+    "8x1024-H12": [(P, ""), (P, "inputs writes"), (P, "skip inputs writes"), (P, C), (P, C + " inputs writes reads")],
+    "varlen6-H12": [(P, ""), (P, "inputs writes"), (P, C), (P, C + " inputs writes reads")],
 }
 
 
-def plan_of(overlap, trial):
-    options = [("max_ctas", 132), ("overlap", overlap), ("replay", False)]
-    return planning.Plan("wy64", (*options, *([("trial", trial)] if trial else ())), 132)
+def plan_of(schedule, trial):
+    overlap, replay = schedule
+    options = [("max_ctas", 132), ("overlap", overlap), ("replay", replay)]
+    words = [word for word in trial.split() if word != C]
+    options += [("cluster", True)] if C in trial.split() else []
+    return planning.Plan("wy64", (*options, *([("trial", " ".join(words))] if words else ())), 132)
 
 
 class Trial:
-    def __init__(self, overlap, trial):
-        self.name = f"{'overlap' if overlap else 'plain'} {trial}".strip()
-        self.plan = plan_of(overlap, trial)
+    def __init__(self, schedule, trial):
+        self.name = f"{ {P: 'plain', O: 'overlap', R: 'replay'}[schedule]} {trial}".strip()
+        self.plan = plan_of(schedule, trial)
         self.selected = contextlib.nullcontext
 
     def __call__(self, inputs):
@@ -57,9 +63,9 @@ def check():
         lengths = (1, 15, 16, 17, 31, 63, 64, 0, 65, 127, 128, 130, 64, 64, 33, 300, 2)
         inputs = cases.inputs(cases.Case("ragged", lengths, heads, True, None))
         with torch.inference_mode():
-            expected = Trial(False, "")(inputs)
-            for words in ("direct", "direct writes inputs", "skip", f"skip {HINTS}"):
-                found = Trial(False, words)(inputs)
+            expected = Trial(P, "")(inputs)
+            for words in ("direct", "direct inputs writes", "skip", "cluster"):
+                found = Trial(P, words)(inputs)
                 errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)]
                 same = all(torch.equal(a, b) for a, b in zip(found, expected))
                 print(f"{heads} heads, {words:24}", "same bits" if same else f"OTHER BITS, output and state off by {errors}")

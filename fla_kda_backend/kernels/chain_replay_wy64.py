@@ -8,8 +8,8 @@ from the checkpoint: the same arithmetic, hence the same bits. Outputs from the 
 spine CTA itself, for they are on its way to the final state.
 
 Progress. Blocks 0 to tasks - 1 are the spine; it waits for the copy engine, its own warps and the prepare grid only.
-The replay blocks have higher numbers and wait for spine blocks of the same grid. Blocks start in the order of their
-numbers, so when a replay block starts, every spine block has started or ended and goes on to its end, whatever else
+The replay blocks have higher numbers and wait for spine blocks of the same grid. Blocks, and clusters, start in the order of
+their numbers, so when a replay block starts, every spine block has started or ended and goes on to its end, whatever else
 runs on the GPU and however few SMs there are: with one SM the spine blocks end first, one after the other. Waiting
 threads pause, so they take few issue slots and little of the L2 from others. The prepare grid clears the flags, after
 all earlier work of the stream and before the first flag is read: a launch depends neither on what the workspace held
@@ -168,7 +168,7 @@ class ChainReplayWY64(ChainWY64):
         cute.arch.mbarrier_wait(sm.output.full + out_stage, out_phase)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(sm.chain.empty + stage)
+            self.free(sm.chain.empty + stage)
         count, parity = Int32(EVERY), Int32(1)
         checkpoint = p.checkpoint(item.head, item.slot, item.half)
         for _c in cutlass.range(item.plain - 1, unroll=1):
@@ -192,7 +192,7 @@ class ChainReplayWY64(ChainWY64):
             warpgroup.fence()
             self.product(K_MAJOR, t.acc_v, t.s_bf16, t.w[None, 0, None, following], range(4, 6))
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(sm.output.empty + out_stage)
+                self.free(sm.output.empty + out_stage)
             self.product(K_MAJOR, t.acc_v, t.s_bf16, t.w[None, 0, None, following], range(6, 8))
             warpgroup.commit_group()
             count -= 1
@@ -210,14 +210,14 @@ class ChainReplayWY64(ChainWY64):
             cute.arch.mbarrier_wait(sm.output.full + next_out, next_out_phase)
             warpgroup.wait_group(0)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(sm.chain.empty + following)
+                self.free(sm.chain.empty + following)
             following, following_phase = after, after_phase
             out_stage, out_phase = next_out, next_out_phase
         self.update(t, out_stage, following, 1)
         self.start_v(t)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(sm.output.empty + out_stage)
+            self.free(sm.output.empty + out_stage)
         self.round_state(t, 0, 8)
         out_stage, out_phase = self.advance(out_stage, out_phase, self.output_stages)
         return following, following_phase, out_stage, out_phase, o_phase

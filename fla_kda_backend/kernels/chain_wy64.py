@@ -48,6 +48,7 @@ from fla_kda_backend.kernels.shared.chain_fragments import (
     Ring,
     Shared,
 )
+from fla_kda_backend.kernels.shared.chain_pair import ChainPair, cluster_shape, whole_clusters
 from fla_kda_backend.kernels.shared.chain_states import ChainStates
 from fla_kda_backend.kernels.shared.chain_transfers import ChainTransfers
 from fla_kda_backend.kernels.shared.record64 import CHUNK, DECAY_BYTES, HALF, STATE_BYTES, U_BYTES, W_BYTES
@@ -58,13 +59,14 @@ SMEM_LIMIT = 232448
 O_BYTES = CHUNK * HALF * 2  # output of a chunk and half
 
 
-class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
+class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList):
     """State recurrence and outputs from the 64-token records; see the module's docstring.
 
     cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". states: write the
     state before each chunk (chain_states.py). segmented: a launch may cover only some of the call's slots. state_v_first:
     states are [.., H, V, K], else [.., H, K, V]. max_ctas: CTAs to spread the tasks over (the number of SMs). overlap: see
-    wy64.py. scaled: multiply O by `scale`, which Q and A are free of.
+    wy64.py. scaled: multiply O by `scale`, which Q and A are free of. cluster: the two halves of a head share their loads, see
+    chain_pair.py; evict_first: and the records, read for the last time, are the first to leave the L2.
     """
 
     CHAIN_WARPS = 4
@@ -74,18 +76,18 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
     HEADER_BYTES = 1024
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", states=False, segmented=False, state_v_first=True,
-                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, trial=""):  # fmt: skip
+                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, cluster=False, trial=""):  # fmt: skip
         if cu_dtype not in sequences.CU_DTYPES or initial not in STATES or final not in STATES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
-        self.states, self.state_v_first, self.max_ctas, self.overlap = states, state_v_first, max_ctas, overlap
+        self.states, self.state_v_first, self.overlap, self.scaled = states, state_v_first, overlap, scaled
+        self.cluster, self.max_ctas = cluster, whole_clusters(max_ctas) if cluster else max_ctas
         self.trial = trial.split()
         numbers = dict(word.split("=") for word in self.trial if "=" in word)
         self.tasks = int(numbers.get("tasks", groups.TASKS))
         self.link_time = int(numbers.get("link", self.link_time))
-        self.bulk_load = ptx.bulk_load_once if "reads" in self.trial else ptx.bulk_load
+        self.evict_first = "reads" in self.trial
         self.store_row = ptx.stg_once_words if "writes" in self.trial else ptx.stg_words
-        self.scaled = scaled
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
         self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages
@@ -110,6 +112,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         ).launch(
             grid=[self.grid(num_seqs * heads * 2), 1, 1],
             block=[self.THREADS, 1, 1],
+            cluster=cluster_shape(self.cluster),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -141,9 +144,10 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
             slot_begin, slot_end,
         )  # fmt: skip
         self.init_barriers(tid, sm)
+        self.greet()
         self.clear_above_diagonal(tid, sm)
         self.sort(p, tid, cute.recast_ptr(sm.o, dtype=Int32))
-        cute.arch.sync_threads()
+        self.meet()
         if warp == self.CHAIN_LOADER:
             self.load_chain(p, sm)
         elif warp == self.OUTPUT_LOADER:
@@ -154,6 +158,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
             self.write_o(thread, p, sm)
         elif warp < self.CHAIN_WARPS:
             self.chain(tid, warp, p, sm, chunk_states, scale)
+        self.part()
 
     # ---- what the replay does differently (chain_replay_wy64.py)
 
@@ -202,7 +207,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
             for ring in (sm.chain, sm.output):
                 for s in cutlass.range_constexpr(ring.stages):
                     cute.arch.mbarrier_init(ring.full + s, 1)
-                    cute.arch.mbarrier_init(ring.empty + s, self.CHAIN_WARPS)
+                    cute.arch.mbarrier_init(ring.empty + s, self.readers())
             for ring, readers in ((sm.store, len(self.O_WRITERS)), (sm.checkpoint, 1)):
                 cute.arch.mbarrier_init(ring.full, self.CHAIN_WARPS)
                 cute.arch.mbarrier_init(ring.empty, readers)
@@ -271,7 +276,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
             ptx.fence_proxy_async()  # these reads before the copy that the stage takes next
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(sm.output.empty + out_stage)
+                self.free(sm.output.empty + out_stage)
             out_stage, out_phase = self.advance(out_stage, out_phase, self.output_stages)
         return stage, phase, out_stage, out_phase, o_phase
 
@@ -297,7 +302,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         self.product(K_MAJOR, t.acc_o, t.v_bf16, t.a[None, 0, None, out_stage], range(4), zero=True)
         warpgroup.commit_group()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(sm.chain.empty + stage)
+            self.free(sm.chain.empty + stage)
         warpgroup.wait_group(0)
         stage, phase = self.advance(stage, phase, self.chain_stages)
         out_stage, out_phase = self.advance(out_stage, out_phase, self.output_stages)
@@ -365,12 +370,12 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         if c > 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(sm.store.full)
-                cute.arch.mbarrier_arrive(sm.output.empty + previous_out)
+                self.free(sm.output.empty + previous_out)
             o_phase = o_phase ^ 1
         warpgroup.wait_group(1)  # V'
         self.round(t.flat_v_bf16, t.flat_v, range(4))
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(sm.chain.empty + stage)
+            self.free(sm.chain.empty + stage)
         warpgroup.fence()
         for h in cutlass.range_constexpr(2):
             self.product(MN_MAJOR, t.acc_s[h], t.v_bf16, t.k_end[None, h, None, out_stage], range(4))
@@ -409,5 +414,5 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainStates, TaskList):
         last = self.before(out_stage)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(sm.store.full)
-            cute.arch.mbarrier_arrive(sm.output.empty + last)
+            self.free(sm.output.empty + last)
         return stage, phase, out_stage, out_phase, o_phase ^ 1

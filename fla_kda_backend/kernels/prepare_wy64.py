@@ -76,6 +76,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels.shared import ptx, sequences
+from fla_kda_backend.kernels.shared.chain_pair import cluster_shape
 from fla_kda_backend.kernels.shared.gates import Gates
 from fla_kda_backend.kernels.shared.levels import Levels
 from fla_kda_backend.kernels.shared.operands import Operands
@@ -173,6 +174,7 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
         ).launch(
             grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
+            cluster=cluster_shape(self.cluster),
             stream=stream,
             min_blocks_per_mp=TEAMS // self.teams,
             preferred_smem_carveout=100,

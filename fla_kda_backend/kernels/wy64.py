@@ -9,7 +9,9 @@ Overlapped, a loader waits for the flag of each record instead, and for prepare 
 the flags of its own records before the first CTA of the chain can start, and is on its SM by then, or done: it goes on to
 its end whatever the chain does, so each flag is set. A CTA of the chain takes its tasks one after the other and waits for
 nothing but flags, so it does not matter how many of them find an SM: any one of them comes to its end. Where programmatic
-overlap is off, the chain finds all flags set.
+overlap is off, the chain finds all flags set. A
+cluster of the chain starts where two SMs of one neighbourhood are free, so CTAs of prepare that leave theirs to it leave
+them by clusters, too.
 """
 
 import cutlass.cute as cute
@@ -34,7 +36,7 @@ TRIALS = {
 
 class WY64:
     """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments; overlap: for
-    sequences of equal length, or one packed one; no segments. trial: words of TRIALS.
+    sequences of equal length, or one packed one; no segments; cluster: see ChainWY64. trial: words of TRIALS.
 
     Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
     """
@@ -43,7 +45,7 @@ class WY64:
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
                  states=False, gate="bounded", gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid",
-                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, trial=""):  # fmt: skip
+                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, cluster=False, trial=""):  # fmt: skip
         options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, states=states,
                        max_ctas=max_ctas)  # fmt: skip
         unknown = [word for word in trial.split() if word not in TRIALS and not word.startswith(("tasks=", "link="))]
@@ -53,7 +55,7 @@ class WY64:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
         if overlap and segmented:
             raise ValueError("overlap=True needs segmented=False")
-        options |= {"overlap": overlap, "scaled": not l2norm, "trial": trial}
+        options |= {"overlap": overlap, "scaled": not l2norm, "cluster": cluster, "trial": trial}
         self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
         beside = self.chain if overlap else None
         direct = None

@@ -36,7 +36,7 @@ def report(spec):
     for section in re.split(r"^\s*\.section\s+\.text\.", sass, flags=re.M)[1:]:
         opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?((?:WARPGROUP\.)?[A-Z][A-Z0-9]*)", section, flags=re.M)
         kernels[class_of(section.split(",")[0])]["sass"] = Counter(opcodes)
-    for name, body in re.findall(r"\.entry (\w+)\((.*?)^}", artifact.ptx, flags=re.M | re.S):
+    for name, body in re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", artifact.ptx, flags=re.S):
         kernels[class_of(name)]["fenced"] = bool(re.search(FENCED_STORE, body, re.S))
         opcodes = re.findall(r"^\s*(?:@!?%p\d+\s+)?\{?\s*([a-z][\w.:]+)", body, flags=re.M)
         kernels[class_of(name)]["ptx"] = Counter(opcodes)

@@ -1,6 +1,7 @@
 """What the compiler makes of the 64-token kernels; needs the DSL, no GPU."""
 
 import itertools
+from collections import Counter
 
 import compiling
 import pytest
@@ -17,12 +18,13 @@ BOTH = (False, True)
 
 def chains():
     """What the chain depends on."""
-    names = ("overlap", "replay", "segmented", "initial", "final", "cu_dtype", "state_v_first", "states")
+    names = ("overlap", "replay", "segmented", "cluster", "initial", "final", "cu_dtype", "state_v_first", "states",
+             "evict_first")  # fmt: skip
     rows = [
         row
-        for row in itertools.product(BOTH, BOTH, BOTH, STATES, STATES, CU_DTYPES, BOTH, BOTH)
-        if not (row[1] and (row[2] or row[7])) and not (row[0] and row[2])
-    ]  # fmt: skip
+        for row in itertools.product(BOTH, BOTH, BOTH, BOTH, STATES, STATES, CU_DTYPES, BOTH, BOTH, BOTH)
+        if not (row[1] and (row[2] or row[8])) and not (row[0] and row[2]) and not (row[9] and (row[1] or not row[3]))
+    ]
     return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
 
 
@@ -50,9 +52,12 @@ SPINE = (8 + (8 + 8) + 8, 1 + 3 + 1, 1 + 3 + 2)
 STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies a lane, by state_v_first: rows of half a state
 # of prepare, by whether it is bounded (gate and keys) and whether q and k are normalised
 PRODUCTS = {(True, True): 252, (False, True): 376, (False, False): 360}
-DEFAULTS = dict(overlap=False, replay=False, segmented=False, initial=None, state_v_first=True, gate="bounded", l2norm=True)
+DEFAULTS = dict(overlap=False, replay=False, segmented=False, cluster=False, evict_first=False, initial=None,
+                state_v_first=True, gate="bounded", l2norm=True)  # fmt: skip
 TENSOR_LOAD = "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
 BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+REMOTE_ARRIVE = "mbarrier.arrive.shared::cluster.b64"
+MULTICAST, HINT = ".multicast::cluster", ".L2::cache_hint"
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +100,24 @@ def check_prepare(kernel, smem, options):
 
 def check_chain(kernel, options):
     sass, ptx = kernel["sass"], kernel["ptx"]
-    parts = [LINK]
+    parts, frees = [LINK], 2 + 1  # W's and Q's stage in a link, the last Q's after it
     if options["replay"]:
         parts.append(SPINE)
+        frees += 1 + 2 + 1
     elif options["initial"] is None and not options["segmented"]:
         parts.append(FIRST_LINK)
+        frees += 1
     found = tuple(sass[name] for name in ("HGMMA", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"))
     assert found == tuple(map(sum, zip(*parts)))
     copies = 0 if options["initial"] is None else STATE_COPIES[options["state_v_first"]]
-    assert ptx[BULK_LOAD] == 3 + 4 + copies  # W, U, decay; Q to the first column of A, the other three
+    hint, shared = HINT if options["evict_first"] else "", MULTICAST if options["cluster"] else ""
+    loads = Counter({BULK_LOAD: copies})  # of initial states
+    loads[BULK_LOAD + hint] += 1  # U
+    loads[BULK_LOAD + shared + hint] += 2 + 4  # W, decay; Q to the first column of A, the other three
+    assert {name: count for name, count in ptx.items() if name.startswith(BULK_LOAD)} == +loads
+    if options["initial"] is not None:
+        frees += 2  # the image of the state, of an item with links or of an empty sequence
+    assert ptx.get(REMOTE_ARRIVE, 0) == (frees if options["cluster"] else 0)
     flags, loaders = 1 if options["replay"] else 0, 2 if options["overlap"] else 0
     assert ptx.get("st.release.gpu.global.b32", 0) == flags
     assert ptx.get("ld.acquire.gpu.global.b32", 0) == 2 * flags + loaders  # before the loop and in it; in it
@@ -114,6 +128,17 @@ def check_chain(kernel, options):
 def test_not_in_segments(option, tmp_path):
     with pytest.raises(AssertionError, match=f"{option}=True needs segmented=False"):
         compiling.reports("wy64", "sm_90a", [{option: True, "segmented": True}], tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"cluster": True, "replay": True}], ids=["two readers", "replay"])
+def test_records_stay_in_the_l2_until_they_are_read_twice(options, tmp_path):
+    with pytest.raises(AssertionError, match="otherwise records are read twice"):
+        compiling.reports("wy64", "sm_90a", [options | {"evict_first": True}], tmp_path)
+
+
+def test_no_cluster_on_one_sm(tmp_path):
+    with pytest.raises(AssertionError, match="cluster=True needs at least 2 CTAs"):
+        compiling.reports("wy64", "sm_90a", [{"cluster": True, "max_ctas": 1}], tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"gate": "given"}, {"gate": "softplus", "a_log": None}, {"beta_dtype": "fp16"}], ids=str)

@@ -25,6 +25,7 @@ COLUMN_SPLIT = ("exact", "robust")
 SETTINGS = (*COLUMN_SPLIT, "wy64", "wy64 replay")  # of a test: the column split's arithmetic, or the 64-token kernels
 WITHOUT_REPLAY = SETTINGS[:3]
 OVERLAP = ("wy64 overlap", "wy64 overlap replay")  # for sequences of equal length, or one packed one
+CLUSTER = ("wy64 cluster", "wy64 cluster replay", *(f"{setting} cluster" for setting in OVERLAP))
 VARIANTS = (*((setting, bv) for setting in COLUMN_SPLIT for bv in BVS), ("wy64", None), ("wy64 replay", None))
 
 
@@ -101,7 +102,8 @@ def options_of(setting, bv):
     if setting in COLUMN_SPLIT:
         return "column_split", {"arithmetic": setting, "bv": bv, "warps": planning.warps(setting, bv)}
     words = setting.split()
-    return "wy64", {"max_ctas": SM_COUNT, "overlap": "overlap" in words, "replay": "replay" in words}
+    cluster = {"cluster": True} if "cluster" in words else {}
+    return "wy64", {"max_ctas": SM_COUNT, "overlap": "overlap" in words, "replay": "replay" in words, **cluster}
 
 
 def variant(setting, bv, kinds, segmented=False):
@@ -136,7 +138,9 @@ def needed_specs():
     rows += [("robust", 32, kinds) for kinds in (*ROBUST_PACKED, NO_INITIAL, Kinds("fp32", None, None))]
     rows += [("wy64", None, kinds) for kinds in WY64] + [("wy64 replay", None, kinds) for kinds in WY64_REPLAY]
     rows += [(setting, None, kinds) for setting in OVERLAP for kinds in WY64_OVERLAP]
-    in_segments = (*SEGMENTED, *(("wy64", None, kinds) for kinds in WY64_SEGMENTED))
+    rows += [(setting, None, kinds) for setting in CLUSTER for kinds in (STANDARD, NO_INITIAL)]
+    rows += [(setting, None, PACKED) for setting in CLUSTER[:2]] + [(CLUSTER[0], None, NO_INITIAL._replace(cu_dtype="int64"))]
+    in_segments = (*SEGMENTED, *(("wy64", None, kinds) for kinds in WY64_SEGMENTED), (CLUSTER[0], None, PACKED))
     specs = [variant(*row) for row in rows] + [variant(*row, segmented=True) for row in in_segments]
     return list(dict.fromkeys([*specs, *specs_of_calls()]))
 

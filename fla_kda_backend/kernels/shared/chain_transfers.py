@@ -32,7 +32,7 @@ PAUSE = (32, 128)  # ns, of a waiting thread: the first and the longest
 
 
 class ChainTransfers:
-    """A kernel inherits it, with TaskList.
+    """A kernel inherits it, with TaskList and ChainPair.
 
     zero_start: every item begins with the state zero of a sequence, and W and Q of its first chunk are not needed.
     """
@@ -116,9 +116,10 @@ class ChainTransfers:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, used + (U_BYTES + DECAY_BYTES))
                     full = full.toint()
                     if used > 0:
-                        self.bulk_load(sm.w.toint() + stage * W_BYTES, source + W_AT, used, full)
-                    self.bulk_load(sm.u.toint() + stage * U_BYTES, source + U_AT + item.half * U_BYTES, U_BYTES, full)
-                    self.bulk_load(sm.decay.toint() + stage * DECAY_BYTES, source + DECAY_AT, DECAY_BYTES, full)
+                        self.fetch(sm.w.toint() + stage * W_BYTES, source + W_AT, used, full)
+                    u = source + U_AT + item.half * U_BYTES
+                    self.fetch_own(sm.u.toint() + stage * U_BYTES, u, Int32(U_BYTES), full)
+                    self.fetch(sm.decay.toint() + stage * DECAY_BYTES, source + DECAY_AT, Int32(DECAY_BYTES), full)
                 source += RECORD_BYTES
                 stage, phase = self.advance(stage, phase, self.chain_stages)
         if const_expr(self.overlap):
@@ -152,10 +153,10 @@ class ChainTransfers:
                     rest = ptx.less_b32(QK_BYTES, end, A_BYTES - A_COLUMN, 0)
                     cute.arch.mbarrier_arrive_and_expect_tx(full, end - begin + rest)
                     target = sm.qka.toint() + stage * QKA_BYTES
-                    self.bulk_load(target + begin, source + begin, end - begin, full.toint())
+                    self.fetch(target + begin, source + begin, end - begin, full.toint())
                     if rest > 0:
                         for at, to, size in A_PIECES[1:]:
-                            self.bulk_load(target + QK_BYTES + to, source + QK_BYTES + at, Int32(size), full.toint())
+                            self.fetch(target + QK_BYTES + to, source + QK_BYTES + at, Int32(size), full.toint())
                 source += RECORD_BYTES
                 stage, phase = self.advance(stage, phase, self.output_stages)
 

@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from fla_kda_backend.kernels.shared import groups, ptx, sequences
+from fla_kda_backend.kernels.shared.chain_pair import CTAS
 from fla_kda_backend.kernels.shared.prepare_loads import HEAD, TASK, TEAM
 from fla_kda_backend.kernels.shared.record64 import CHUNK, LOG2_CHUNK, READY_AT
 from fla_kda_backend.kernels.shared.wy64 import clear_flags, flag_address
@@ -23,11 +24,14 @@ ALL, V_TAKEN = 0, 4
 
 
 class PrepareTeams:
-    """A kernel inherits it. max_ctas: the number of SMs; beside: the chain that runs beside it, None without overlap; teams:
-    of a CTA."""
+    """A kernel inherits it. max_ctas: the number of SMs; beside: the chain that runs beside it, None without overlap; where
+    its CTAs are clusters, these are too, see wy64.py; teams: of a CTA."""
 
     def __init__(self, max_ctas, beside):
         self.max_ctas, self.beside, self.overlap = max_ctas, beside, beside is not None
+        self.cluster = self.overlap and beside.cluster
+        if self.cluster:
+            self.max_ctas = beside.max_ctas
         self.teams = TEAMS if self.overlap else 1
         self.threads = self.teams * TEAM
 
@@ -39,9 +43,13 @@ class PrepareTeams:
         ctas = const_expr(self.max_ctas * TEAMS // self.teams)
         grid = cutlass.min((pairs + (self.teams - 1)) // self.teams, ctas)
         if const_expr(self.overlap):
+            fewest = 1
+            if const_expr(self.cluster):
+                fewest = CTAS
+                grid = (grid + 1) // CTAS * CTAS
             chains = num_seqs * heads
             at_once = self.beside.at_once(chains)
-            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * at_once, grid), Int32(1))
+            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * at_once, grid), Int32(fewest))
             links = (chains + at_once - 1) // at_once * (pairs // chains)  # of a chain CTA, one after the other
             meanwhile = links * self.beside.link_time * TEAMS * stay // 1000
             rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)

@@ -484,6 +484,26 @@ bulk_load = instruction(
     volatile=True,
     doc="Bulk copy of n bytes (a multiple of 16) global -> shared that completes on an mbarrier; one thread issues it.",
 )
+bulk_load_multicast = instruction(
+    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [$0], [$1], $2, [$3], mask; }",
+    "",
+    "rlrrr",
+    volatile=True,
+    doc="bulk_load into all CTAs of the cluster whose bits are set in a mask: the same places, each on its own mbarrier.",
+)
+bulk_load_multicast_once = instruction(
+    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+    "[$0], [$1], $2, [$3], mask, $5; }",
+    "",
+    "rlrrrl",
+    volatile=True,
+    doc="bulk_load_multicast with a cache policy.",
+)
+evict_first = instruction(
+    "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "l", "", volatile=False, doc="Cache policy: first to leave the L2."
+)
 bulk_store = instruction(
     "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
     "",
@@ -536,6 +556,34 @@ fence_proxy_async = instruction(
     "",
     volatile=True,
     doc="Make this thread's ordinary shared-memory accesses visible to the copy engine and the tensor cores.",
+)
+
+# ---- clusters ----------------------------------------------------------------------------------------------------
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", "r", "", volatile=False, doc="Number of this CTA in its cluster.")
+cluster_arrive = instruction(
+    "barrier.cluster.arrive.release.aligned;",
+    "",
+    "",
+    volatile=True,
+    doc="Arrive at the barrier of all threads of the cluster, after everything this thread has done.",
+)
+cluster_arrive_relaxed = instruction(
+    "barrier.cluster.arrive.relaxed.aligned;",
+    "",
+    "",
+    volatile=True,
+    doc="cluster_arrive that orders nothing but mbarriers initialised before a fence of their own.",
+)
+cluster_wait = instruction(
+    "barrier.cluster.wait.acquire.aligned;", "", "", volatile=True, doc="Wait for the others' cluster_arrive."
+)
+mbarrier_arrive_remote = instruction(
+    "{ .reg .b32 there;\nmapa.shared::cluster.u32 there, $0, $1;\nmbarrier.arrive.shared::cluster.b64 _, [there]; }",
+    "",
+    "rr",
+    volatile=True,
+    doc="Arrive on the mbarrier at the same place in another CTA of the cluster. Releases nothing to threads there: at cluster "
+    "scope the instruction waits for all memory accesses of its thread.",
 )
 
 # ---- programmatic dependent launch --------------------------------------------------------------------------------
