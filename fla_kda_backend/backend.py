@@ -27,12 +27,12 @@ class StrictModeError(RuntimeError):
 class Verdict:
     """What is decided about a call, and about every other call that memo cannot tell from it. Holds no tensor."""
 
-    __slots__ = ("decision", "plan", "log", "old_alias", "tensors", "launch")
+    __slots__ = ("decision", "accepted", "plan", "log", "old_alias", "tensors", "launch")
 
     def __init__(self, decision, plan, call, args, kwargs):
-        accepted, code, message = self.decision = decision
-        self.plan = plan if accepted else None
-        outcome = dispatch_log.ACCEPTED if accepted else dispatch_log.DECLINED
+        self.accepted, code, message = self.decision = decision
+        self.plan = plan if self.accepted else None
+        outcome = dispatch_log.ACCEPTED if self.accepted else dispatch_log.DECLINED
         self.log = dispatch_log.prepare(outcome, code, message, call, self.plan)
         self.old_alias = call.transpose_state_layout is not ABSENT
         place = {name: number for number, name in enumerate((*POSITIONAL[: len(args)], *kwargs))}
@@ -54,22 +54,29 @@ class KdaCuteBackend(BaseBackend):
         """By FLA's rule, which would look the one variable up twice, slowly."""
         return config.ENABLED.get()
 
+    def verify(self, function_name, *args, **kwargs):
+        """By FLA's rule, which would look the verifier up by name and hand it the arguments once more."""
+        try:
+            names, values = identity(args, kwargs)
+            verdict = decide(args, kwargs, names, values)
+            if verdict.accepted or config.STRICT.get():
+                handoff.put(names, values, verdict)
+                return True, None
+            verdict.log.record()
+            _, code, message = verdict.decision
+            return False, f"{code}: {message}"
+        except Exception as error:
+            return False, str(error)
+
     def chunk_kda_verifier(self, *args, **kwargs):
-        names, values = identity(args, kwargs)
-        verdict = decide(args, kwargs, names, values)
-        accepted, code, message = verdict.decision
-        if accepted or config.STRICT.get():
-            handoff.put(names, values, verdict)
-            return True, None
-        verdict.log.record()
-        return False, f"{code}: {message}"
+        return self.verify("chunk_kda", *args, **kwargs)
 
     def chunk_kda(self, *args, **kwargs):
         names, values = identity(args, kwargs)
         verdict = handoff.take(names, values) or decide(args, kwargs, names, values)
-        accepted, code, message = verdict.decision
-        if not accepted:
+        if not verdict.accepted:
             verdict.log.record()
+            _, code, message = verdict.decision
             if code == eligibility.FLA_REFUSES:
                 fla_implementation()(*args, **kwargs)  # raises FLA's own error
             raise StrictModeError(f"{config.STRICT.name}=1, and kda_cute declines: {code}: {message}")
@@ -80,7 +87,8 @@ class KdaCuteBackend(BaseBackend):
             launch = verdict.launch
             if launch is None:
                 launch = verdict.launch = prepare(parse(args, kwargs), verdict.plan)
-            result = launch(*verdict.tensors((*values, None)))
+            values.append(None)
+            result = launch(*verdict.tensors(values))
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             dispatch_log.record(dispatch_log.FAILED, "exception", cause, parse(args, kwargs), verdict.plan)

@@ -72,8 +72,8 @@ class FlaSwitch(Variable):
     """A variable that FLA reads: any value but 0 is on."""
 
     def get(self):
-        raw = self.raw()
-        return (self.default if raw is None else os.fsdecode(raw)) != "0"
+        raw = self.raw()  # bytes, mostly, which need no decoding to be compared
+        return (self.default if raw is None else raw) != (b"0" if type(raw) is bytes else "0")
 
 
 class Count(Variable):

@@ -94,7 +94,7 @@ class Count(NamedTuple):
 
 
 _lock = threading.Lock()
-_ring: deque[Record] = deque(maxlen=RING_SIZE)
+_ring: deque[tuple[float, tuple]] = deque(maxlen=RING_SIZE)  # a Record's time, and the rest of it; made when asked for
 _counts: dict[tuple, list[int]] = {}  # a new dict after clear(): counters that a Prepared holds are then void
 _captures: tuple[list, ...] = ()
 _file: tuple[str, int] | None = None  # path and descriptor of the file that lines go to
@@ -124,9 +124,6 @@ def prepare(outcome, code, message, call, plan=None):
         return Prepared(None)
 
 
-_new_record = tuple.__new__  # what Record._make does, without a Python frame
-
-
 class Prepared:
     """A decision that may be taken again, with everything but the time of its records. Holds no tensor."""
 
@@ -139,34 +136,33 @@ class Prepared:
 
     def record(self):
         """Take the decision down once more. Never raises."""
-        if self.content is None:
+        content = self.content
+        if content is None:
             return
         try:
-            entry = _new_record(Record, (time.time(), *self.content))
-            level = logging.INFO if self._keep(entry) else logging.DEBUG
+            now = time.time()
+            with _lock:
+                _ring.append((now, content))
+                for seen in _captures:
+                    seen.append(Record(now, *content))
+                if self.counters is not _counts:
+                    self.counter, self.counters = _counter(content), _counts
+                self.counter[0] += 1
+                first_of_its_kind = self.counter[0] == 1
+            level = logging.INFO if first_of_its_kind else logging.DEBUG
             if logger.isEnabledFor(level):
-                logger.log(level, "%s", _Line(entry))
+                logger.log(level, "%s", _Line(Record(now, *content)))
             if config.LOG.raw() and (path := config.LOG.get()) is not None:
-                _append(path, entry)
+                _append(path, Record(now, *content))
         except Exception as error:
             logger.debug("a decision could not be logged: %r", error)
-
-    def _keep(self, entry):
-        """Whether the decision is the first of its kind."""
-        with _lock:
-            _ring.append(entry)
-            for seen in _captures:
-                seen.append(entry)
-            if self.counters is not _counts:
-                self.counter, self.counters = _counter(entry), _counts
-            self.counter[0] += 1
-            return self.counter[0] == 1
 
 
 def records():
     """The last RING_SIZE records, oldest first."""
     with _lock:
-        return list(_ring)
+        entries = list(_ring)
+    return [Record(now, *content) for now, content in entries]
 
 
 def summary():
@@ -262,11 +258,12 @@ def _content(outcome, code, message, call, plan):
     )
 
 
-def _counter(entry):
+def _counter(content):
     """The counter of a decision, [number], or the one that all share once there are too many kinds."""
-    decision = entry[1:6]
+    decision = content[: len(Count._fields) - 1]
     if decision not in _counts and len(_counts) >= MAX_DISTINCT:
-        decision = (entry.outcome, entry.code, "(decisions past the first 1024 kinds)", entry.kernel, ())
+        outcome, code, _, kernel, _ = decision
+        decision = (outcome, code, "(decisions past the first 1024 kinds)", kernel, ())
     return _counts.setdefault(decision, [0])
 
 
@@ -280,9 +277,7 @@ def _append(path, entry):
                     os.close(_file[1])
                     _file = None
                 _file = path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.write(
-                _file[1], line
-            )  # one write to a file opened for appending: whole lines, from any number of processes
+            os.write(_file[1], line)  # one write to a file opened for appending: whole lines, from any number of processes
         except OSError as error:
             if path not in _unwritable:
                 _unwritable.add(path)

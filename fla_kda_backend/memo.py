@@ -81,7 +81,8 @@ def fingerprint(names, values):
         for value in values:
             kind = type(value)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
-                key += (kind, value.shape, value.dtype, value.device, value.layout, value.requires_grad)
+                strides = value.stride() if value.layout is torch.strided else None
+                key += (kind, value.shape, strides, value.dtype, value.device, value.layout, value.requires_grad)
             elif kind in PLAIN:
                 key += (kind, value)
             elif kind is float:

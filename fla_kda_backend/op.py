@@ -5,18 +5,23 @@ import math
 
 import torch
 
-try:  # where torch's own compiler gets them: the public functions take several times as long
-    from torch._C import _cuda_getCurrentRawStream, _cuda_getDevice
-except ImportError:  # a build without CUDA
-    _cuda_getCurrentRawStream = _cuda_getDevice = None
-
 from .call import DEVICE_INPUTS, Call
 
-try:  # as its compiler's code allocates: no parsing of arguments
+try:  # as torch's own compiler's code does these: the public functions take several times as long
+    from torch._C import _cuda_getCurrentRawStream as _stream_handle
+    from torch._C import _cuda_getDevice as _current_device
+except ImportError:  # a build without CUDA
+    _current_device = torch.cuda.current_device
+
+    def _stream_handle(index):
+        return torch.cuda.current_stream(index).cuda_stream
+
+
+try:  # no parsing of arguments
     from torch._C import _get_deterministic_algorithms as _deterministic
     from torch._C._dynamo.guards import _empty_strided_cuda
 except ImportError:
-    _empty_strided_cuda = None
+    _deterministic, _empty_strided_cuda = torch.are_deterministic_algorithms_enabled, None
 
 from .compiling.library import launcher
 from .compiling.spec import ARCHS, KernelSpec
@@ -166,7 +171,7 @@ def into(call, plan, out, final_state, states=None):
 
 
 class Launch:
-    """What the launches of a call owe to its metadata. To be called with its tensors, of which it keeps none."""
+    """What the launches of a call owe to its metadata, strides included. Called with its tensors, it keeps none of them."""
 
     def __init__(self, call, plan, final, arch=None, find=None):
         """`find` gives the function that launches a spec, `launcher` if None; arch is the device's if None."""
@@ -174,6 +179,7 @@ class Launch:
         heads, num_sequences = call.heads, call.num_sequences
         packed = call.cu_seqlens is not None
         device = self.device = call.q.device
+        self.index = device.index
         chosen = dict(plan.options)
         self.shape = batch, length, heads, DIM
         self.out = _contiguous(self.shape, torch.bfloat16)
@@ -181,6 +187,7 @@ class Launch:
         self.states, self.chunk_size, self.rows = chosen.get("states", False), int(call.chunk_size), None
         if not packed or call.use_graph:
             self.rows = -(-length // self.chunk_size) + (num_sequences - 1 if packed else 0)
+        self.fast_empty = _empty_strided_cuda if device.type == "cuda" else None
         record = RECORDS[plan.kernel]
         slots = record.slots(batch * length, num_sequences, None if packed else length)
         self.kernels = None  # launches them; None: no token and no packed sequence, nothing to launch
@@ -200,90 +207,95 @@ class Launch:
         self.kernels = (find or launcher)(spec)
         size = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
         self.workspace = _contiguous((size,), torch.uint8)
-        self.gate = chosen.get("gate", "bounded")
-        gate_scale = float(call.lower_bound) * LOG2E if self.gate == "bounded" else 0.0
+        gate = chosen.get("gate", "bounded")
+        gate_scale = float(call.lower_bound) * LOG2E if gate == "bounded" else 0.0
         self.settings = float(call.scale), gate_scale, length, num_sequences, qk_heads, heads
         self.segments = [(begin, min(begin + segment, slots)) for begin in range(0, slots, segment)]
-        self.strided = STRIDED[plan.kernel]
-        self.seen = (), (), None  # strides of the last call's q, k, v, g and beta; `reading` of each; what is told of all
+        self.no_parameters = gate == "given"  # what is given as A_log and dt_bias is then not looked at
+        strided = [reading(x, STRIDED[plan.kernel]) for x in (call.q, call.k, call.v, call.g, call.beta)]
+        parameters = (None, None) if self.no_parameters else (call.A_log, call.dt_bias)
+        others = (call.initial_state, call.cu_seqlens, *parameters)
+        self.readings = strided + [reading_whole(x) for x in others]  # as of DEVICE_INPUTS
+        as_they_are = [as_it_is for as_it_is, _, _ in self.readings]
+        self.told = None if None in as_they_are else sum(as_they_are, ())
+        self.unaligned_beta = strided[-1][2]
 
     def __call__(self, *inputs):
         """(out, final_state or None), and states where they are asked for, of DEVICE_INPUTS and cu_seqlens_cpu."""
-        if _is_current(self.device):
-            return self._run(*inputs)
-        with torch.cuda.device(self.device):
-            return self._run(*inputs)
-
-    def _run(self, *inputs):
-        *inputs, cu_seqlens_cpu = inputs
-        empty = _allocator(self.device)
-        out, final_state = empty(*self.out), None
-        if self.final_state is not None:
-            final_state = empty(*self.final_state)
+        if _current_device() != self.index:
+            with torch.cuda.device(self.device):
+                return self(*inputs)
+        empty = self._allocator()
+        out = empty(*self.out)
+        final_state = None if self.final_state is None else empty(*self.final_state)
         if not self.states:
-            self._into(empty, out, final_state, None, *inputs)
+            self._launch(empty, out, final_state, None, inputs[:-1])
             return out, final_state
-        batch, _, heads, _ = self.shape
         rows = self.rows
         if rows is None:
-            offsets = inputs[DEVICE_INPUTS.index("cu_seqlens")] if cu_seqlens_cpu is None else cu_seqlens_cpu
-            rows = self._count_chunks(offsets)
+            on_the_host = inputs[-1]
+            rows = self._count_chunks(inputs[DEVICE_INPUTS.index("cu_seqlens")] if on_the_host is None else on_the_host)
+        batch, _, heads, _ = self.shape
         states = torch.empty(batch, rows, heads, DIM, DIM, dtype=torch.bfloat16, device=self.device)
-        self._into(empty, out, final_state, states, *inputs)
+        self._launch(empty, out, final_state, states, inputs[:-1])
         return out, final_state, states
 
-    def into(self, *results_and_inputs):
-        """The same into given tensors out, final_state (of the dtype that was announced), states; then DEVICE_INPUTS."""
+    def into(self, out, final_state, states, *inputs):
+        """The same of DEVICE_INPUTS into given tensors, final_state of the dtype that was announced."""
         with _on(self.device):
-            self._into(_allocator(self.device), *results_and_inputs)
+            self._launch(self._allocator(), out, final_state, states, inputs)
 
-    def _into(self, empty, out, final_state, states, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias):
+    def _launch(self, empty, out, final_state, states, inputs):
         if self.kernels is None:
             if final_state is not None:
+                initial_state = inputs[DEVICE_INPUTS.index("initial_state")]
                 final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
             return
-        if self.gate == "given":
-            A_log = dt_bias = None
-        device = self.device
-        strides = [q.stride(), k.stride(), v.stride(), g.stride(), beta.stride()]
-        seen, readings, told = self.seen
-        if strides != seen:
-            readings = [reading(x, self.strided) for x in (q, k, v, g, beta)]
-            as_they_are = [as_it_is for as_it_is, _, _ in readings]
-            told = None if None in as_they_are else sum(as_they_are, ())
-            self.seen = strides, readings, told  # at once: other threads launch this too
-        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()]
-        rows = addresses[0] | addresses[1] | addresses[2] | addresses[3]
-        copies = []
-        if told is None or rows & readings[0][2] or addresses[4] & readings[4][2]:
-            told = ()
-            for i, (x, (as_it_is, as_a_copy, unaligned)) in enumerate(zip((q, k, v, g, beta), readings)):
-                if as_it_is is None or addresses[i] & unaligned:
-                    copies.append(x.clone(memory_format=torch.contiguous_format))
-                    addresses[i], as_it_is = copies[-1].data_ptr(), as_a_copy
-                told += as_it_is
-        for x in (A_log, dt_bias, initial_state, cu_seqlens):
-            if x is None:
-                addresses.append(0)
-                continue
-            address = x.data_ptr()
-            if address % ALIGNMENT or not x.is_contiguous():
-                copies.append(x.clone(memory_format=torch.contiguous_format))
-                address = copies[-1].data_ptr()
-            addresses.append(address)
-        # The kernels take the results ahead of cu_seqlens.
-        addresses[-1:-1] = 0 if final_state is None else final_state.data_ptr(), out.data_ptr()
-        workspace = empty(*self.workspace)
-        addresses.append(workspace.data_ptr())
+        if self.no_parameters:
+            inputs = *inputs[:-2], None, None
+        # One by one: in a loop they take twice the time.
+        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = inputs
+        q, k, v, g, beta = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()
+        initial_state = 0 if initial_state is None else initial_state.data_ptr()
+        cu_seqlens = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+        A_log = 0 if A_log is None else A_log.data_ptr()
+        dt_bias = 0 if dt_bias is None else dt_bias.data_ptr()
+        told, copies = self.told, ()
+        unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT
+        if unaligned or told is None or beta & self.unaligned_beta:
+            copies, told, (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) = self._copy(inputs)
+        final_address = 0 if final_state is None else final_state.data_ptr()
         states_address = 0 if states is None else states.data_ptr()
+        workspace = empty(*self.workspace)
         carry_in = carry_out = 0
         if self.carries is not None:
-            carries = torch.empty(*self.carries, dtype=torch.float32, device=device)
+            carries = torch.empty(*self.carries, dtype=torch.float32, device=self.device)
             carry_in, carry_out = carries[0].data_ptr(), carries[1].data_ptr()
-        stream = _stream(device)
+        stream = _stream_handle(self.index)
         for begin, end in self.segments:
-            self.kernels(*addresses, carry_in, carry_out, states_address, *told, *self.settings, begin, end, stream)
+            self.kernels(q, k, v, g, beta, A_log, dt_bias, initial_state, final_address, out.data_ptr(), cu_seqlens,
+                         workspace.data_ptr(), carry_in, carry_out, states_address, *told, *self.settings, begin, end,
+                         stream)  # fmt: skip
             carry_in, carry_out = carry_out, carry_in
+
+    def _copy(self, inputs):
+        """(copies, what is told of strides, addresses), where what cannot be read where it lies is copied."""
+        copies, told, addresses = [], (), []
+        for x, (as_it_is, as_a_copy, unaligned) in zip(inputs, self.readings):
+            address = 0 if x is None else x.data_ptr()
+            if as_it_is is None or address & unaligned:
+                copies.append(x.clone(memory_format=torch.contiguous_format))
+                address, as_it_is = copies[-1].data_ptr(), as_a_copy
+            told += as_it_is
+            addresses.append(address)
+        return copies, told, addresses
+
+    def _allocator(self):
+        """Gives tensors of undefined content, from (shape, strides, dtype), on the current device, which must be ours."""
+        if self.fast_empty is not None and not _deterministic():
+            return self.fast_empty
+        # Where torch is to be deterministic, this fills them.
+        return lambda shape, strides, dtype: torch.empty(*shape, dtype=dtype, device=self.device)
 
     def _count_chunks(self, offsets):
         """Chunks of all packed sequences, as the kernels count them; waits for the GPU where the offsets lie there."""
@@ -325,17 +337,14 @@ def reading(x, strided):
     return (token, head) if rows else None, whole, ALIGNMENT - 1
 
 
+def reading_whole(x):
+    """The same of an input of which no kernel takes strides; x may be None."""
+    return () if x is None or x.is_contiguous() else None, (), ALIGNMENT - 1
+
+
 def _contiguous(shape, dtype):
     """What an allocator is told: (shape, strides, dtype)."""
     return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype
-
-
-def _allocator(device):
-    """Gives tensors of undefined content on the current device, which `device` must be."""
-    if _empty_strided_cuda is not None and device.type == "cuda" and not _deterministic():
-        return _empty_strided_cuda
-    # Where torch is to be deterministic, this fills them.
-    return lambda shape, strides, dtype: torch.empty(*shape, dtype=dtype, device=device)
 
 
 _specs: dict[tuple, KernelSpec] = {}
@@ -351,20 +360,6 @@ def _spec(kernel, device, options, arch):
     return spec
 
 
-def _stream(device):
-    """Handle of torch's current stream on `device`."""
-    if device.index is None or _cuda_getCurrentRawStream is None:
-        return torch.cuda.current_stream(device).cuda_stream
-    return _cuda_getCurrentRawStream(device.index)
-
-
-def _is_current(device):
-    index = device.index
-    # A tensor on the device is there, so CUDA is initialised, which torch.cuda.current_device would ask each time.
-    current = torch.cuda.current_device if index is None or _cuda_getDevice is None else _cuda_getDevice
-    return current() == index
-
-
 def _on(device):
     """Make `device` the current one."""
-    return contextlib.nullcontext() if _is_current(device) else torch.cuda.device(device)
+    return contextlib.nullcontext() if _current_device() == device.index else torch.cuda.device(device)

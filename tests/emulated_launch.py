@@ -167,9 +167,9 @@ def without_gpu(monkeypatch, sm_count=132):
 
     assert (9, 0) in ARCHS
     monkeypatch.setattr(op, "launcher", launcher)
-    monkeypatch.setattr(op, "_is_current", lambda device: True)
+    monkeypatch.setattr(op, "_current_device", lambda: None)  # as the index of a CPU
+    monkeypatch.setattr(op, "_stream_handle", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(cuda_stream=0))
     properties = types.SimpleNamespace(multi_processor_count=sm_count, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     return launched

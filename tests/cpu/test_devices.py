@@ -35,11 +35,9 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda chosen: GPUS[torch.device(chosen).index][0])
-    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
-        monkeypatch.setattr(op, name, {"_cuda_getDevice": lambda: gpus.current}.get(name, lambda index: 100 + index))
-    monkeypatch.setattr(
-        op, "launcher", lambda spec: lambda *arguments: gpus.launched.append((gpus.current, spec, arguments))
-    )
+    monkeypatch.setattr(op, "_current_device", lambda: gpus.current)
+    monkeypatch.setattr(op, "_stream_handle", lambda index: 100 + index)
+    monkeypatch.setattr(op, "launcher", lambda spec: lambda *arguments: gpus.launched.append((gpus.current, spec, arguments)))
     return gpus
 
 

@@ -200,6 +200,13 @@ def test_rules_that_fail_decline(world, monkeypatch, caplog):
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
+def test_a_verifier_that_fails_declines(world, monkeypatch):
+    """FLA's rule, which FLA's own verify() keeps."""
+    monkeypatch.setattr(world.backend, "decide", lambda *arguments: 1 / 0)
+    assert world.call() == (FLAS, None)
+    assert world.backend.KdaCuteBackend().verify("chunk_kda") == (False, "division by zero")
+
+
 def test_call_inside_torch_compile(world, kda):
     def model(**arguments):
         arguments["q"] = arguments["q"] + 1

@@ -30,8 +30,8 @@ def backend(monkeypatch):
     launched = []
     monkeypatch.setattr(facts, "device_facts", lambda device: (H200.capability, H200.sm_count))
     monkeypatch.setattr(op, "launcher", lambda spec: lambda *arguments: launched.append((spec, arguments)))
-    monkeypatch.setattr(op, "_is_current", lambda device: True)
-    monkeypatch.setattr(op, "_stream", lambda device: 7)
+    monkeypatch.setattr(op, "_current_device", lambda: None)  # as the index of a CPU
+    monkeypatch.setattr(op, "_stream_handle", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200.capability)
     with torch.no_grad():
         yield types.SimpleNamespace(module=backend, launched=launched, decided=count(monkeypatch, backend))
@@ -121,16 +121,37 @@ def test_positional_and_named_arguments_reach_the_same_kernel_arguments(backend)
     assert len(addresses) == 4 and len({*addresses}) == 1 and addresses[0][0] == given[0].data_ptr()
 
 
-def test_strides_and_addresses_are_looked_at_in_each_call(backend):
+@pytest.mark.parametrize("before", [1, 4], ids=["remembered", "recent"])
+@pytest.mark.parametrize("name", ["q", "beta", "initial_state", "dt_bias"])
+def test_calls_of_other_strides_have_verdicts_of_their_own(backend, name, before):
+    arguments = prefill(device="cpu", dt_bias=tensor(4, 128, dtype=torch.float32, device="cpu"))
+    x = arguments[name]
+    strided = torch.zeros(x.mT.shape, dtype=x.dtype).mT
+    assert strided.shape == x.shape and not strided.is_contiguous()
+    place = {"q": 0, "beta": 4, "dt_bias": 6, "initial_state": 7}[name]
+    for _ in range(2):
+        for other, read in ((x, True), (strided, False)):
+            for _ in range(before):
+                chunk_kda(**arguments | {name: other})
+                _, told = backend.launched[-1]
+                assert (told[place] == other.data_ptr()) == read and told[1] == arguments["k"].data_ptr()
+                assert told[15:17] == (4 * 128, 128)  # of q, or of its copy
+    assert len(backend.decided) == 2
+
+
+@pytest.mark.parametrize("before", [1, 4], ids=["remembered", "recent"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "initial_state", "A_log", "dt_bias"])
+def test_addresses_are_looked_at_in_each_call(backend, name, before):
     arguments = prefill(device="cpu")
-    chunk_kda(**arguments)
-    q = arguments["q"]
-    strided = torch.zeros(2, 4, 80, 128, dtype=q.dtype).transpose(1, 2)
-    unaligned = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
-    for other in (strided, unaligned):
-        chunk_kda(**arguments | {"q": other})
+    x = arguments[name]
+    unaligned = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    place = {"q": 0, "k": 1, "v": 2, "g": 3, "A_log": 5, "dt_bias": 6, "initial_state": 7}[name]
+    for _ in range(before):
+        chunk_kda(**arguments)
+    for other, read in ((unaligned, False), (x, True), (unaligned, False)):
+        chunk_kda(**arguments | {name: other})
         _, told = backend.launched[-1]
-        assert told[0] != other.data_ptr() and told[0] % 16 == 0 and told[1] == arguments["k"].data_ptr()
+        assert (told[place] == other.data_ptr()) == read and told[place] % 16 == 0
     assert len(backend.decided) == 1
 
 
@@ -212,6 +233,7 @@ def others_of(name):
         "dtype": x.to(torch.float64),
         "device": tensor(*x.shape, dtype=x.dtype, device="cpu"),
         "layout": torch.zeros(x.shape, dtype=x.dtype).to_sparse(),
+        "strides": torch.empty_strided(x.shape, [2 * stride for stride in x.stride()], dtype=x.dtype, device=x.device),
         "Parameter": torch.nn.Parameter(x, requires_grad=False),
         "None": None,
     }
@@ -225,9 +247,6 @@ def others_of(name):
 def test_the_last_verdict_is_given_to_no_other_tensor(name, torchs_guards):
     for kind, other in others_of(name).items():
         assert not recent(**FULL | {name: other}), kind
-    strided = torch.empty_strided(FULL[name].shape, [2 * stride for stride in FULL[name].stride()], dtype=FULL[name].dtype,
-                                  device=FULL[name].device)  # fmt: skip
-    assert not recent(**FULL | {name: strided})
 
 
 @pytest.mark.parametrize("name", [name for name in FULL if name not in TENSORS])
@@ -241,8 +260,11 @@ def test_the_last_verdict_is_given_to_no_other_value(name, torchs_guards):
 @pytest.mark.parametrize("kind", ["nested", "sparse", "compressed"])
 def test_tensors_without_strides_end_no_process(kind, twice, torchs_guards):
     """torch's check of them does; so a process of its own, as the call after others, and as others themselves."""
-    odd = {"nested": "torch.nested.nested_tensor([torch.zeros(5, 2, 128), torch.zeros(8, 2, 128)])",
-           "sparse": "torch.zeros(16, 256).to_sparse()", "compressed": "torch.zeros(16, 256).to_sparse_csr()"}[kind]
+    odd = {
+        "nested": "torch.nested.nested_tensor([torch.zeros(5, 2, 128), torch.zeros(8, 2, 128)])",
+        "sparse": "torch.zeros(16, 256).to_sparse()",
+        "compressed": "torch.zeros(16, 256).to_sparse_csr()",
+    }[kind]
     interpreters.result(
         "import json, torch\n"
         "from fla_kda_backend import backend, dispatch_log\n"

@@ -1,5 +1,6 @@
 """The way from a call to its launches, without a GPU: checks of fwd, workspace, segments, copies, empty calls."""
 
+import importlib.util
 import re
 import types
 
@@ -367,12 +368,16 @@ def test_stream_and_device_are_those_of_the_tensors(monkeypatch, cheap):
     def absent(*arguments):
         raise AssertionError("not to be asked")
 
-    streams = types.SimpleNamespace(raw=lambda index: 100 + index, device=lambda: 1)
-    monkeypatch.setattr(op, "_cuda_getCurrentRawStream", streams.raw if cheap else None)
-    monkeypatch.setattr(op, "_cuda_getDevice", streams.device if cheap else None)
-    public = lambda device: types.SimpleNamespace(cuda_stream=100 + device.index)  # noqa: E731
+    public = lambda index: types.SimpleNamespace(cuda_stream=100 + index)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", absent if cheap else public)
-    monkeypatch.setattr(torch.cuda, "current_device", absent if cheap else streams.device)
+    monkeypatch.setattr(torch.cuda, "current_device", absent if cheap else lambda: 1)
+    for name, internal in (("_cuda_getCurrentRawStream", lambda index: 100 + index), ("_cuda_getDevice", lambda: 1)):
+        if cheap:
+            monkeypatch.setattr(torch._C, name, internal, raising=False)
+        else:
+            monkeypatch.delattr(torch._C, name, raising=False)
+    fresh = importlib.util.module_from_spec(importlib.util.find_spec(op.__name__))
+    fresh.__spec__.loader.exec_module(fresh)
+    assert [fresh._stream_handle(0), fresh._stream_handle(1), fresh._current_device()] == [100, 101, 1]
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert [op._stream(first), op._stream(second)] == [100, 101]
-    assert op._is_current(second) and not op._is_current(first) and isinstance(op._on(first), torch.cuda.device)
+    assert isinstance(fresh._on(first), torch.cuda.device) and not isinstance(fresh._on(second), torch.cuda.device)

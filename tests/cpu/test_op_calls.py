@@ -7,7 +7,7 @@ from call_table import BY_GATE, KIMI, Case, Kind
 from calls import INFERENCE, prefill
 from emulated_launch import STRIDES, named
 from golden import relative_error
-from kda_calls import call_of, laid_out
+from kda_calls import call_of
 from kda_inputs import TOKEN_AXIS
 
 from fla_kda_backend import op, planning
@@ -137,18 +137,33 @@ def test_how_a_tensor_is_read(shape, strides, dtype, offset, wanted):
     assert as_a_copy == () and unaligned == 15 and (as_it_is == ()) == x.is_contiguous()
 
 
-def test_strides_are_looked_at_in_each_call(launched):
-    call = call_of(Case(KIMI, **SHORT))
+@pytest.mark.parametrize("layout", ["whole", "fused", "transposed"])
+def test_addresses_are_looked_at_in_each_call(launched, layout):
+    """A launch has the strides of the call that it was prepared for; where its tensors lie may change."""
+    call = call_of(Case(KIMI, layout=layout, **SHORT))
     parsed = parse((), call)
     launch = op.prepare(parsed, planning.plan(parsed, INFERENCE))
     first = run(call)
-    launched.clear()
-    for layout in ("whole", "fused", "unaligned", "transposed", "whole"):
-        moved = call | laid_out({name: call[name] for name in TOKEN_AXIS}, layout)
-        found = launch(*(moved[name] for name in DEVICE_INPUTS), None)
+    strides = strides_of(launched.pop())
+    for moved in ((), ("q",), ("g", "v"), (), ("k", "beta"), ("beta",)):
+        other = call | {name: elsewhere(call[name]) for name in moved}
+        found = launch(*(other[name] for name in DEVICE_INPUTS), None)
         assert all(torch.equal(a, b) for a, b in zip(found, first))
+        copied = {*moved} - {"beta"}  # whose numbers may lie anywhere
+        assert layout != "fused" or (strides_of(launched[-1]) == strides) == (not copied)
         a = named(*launched.pop())
-        assert (a.q == moved["q"].data_ptr()) == (layout != "unaligned")
+        assert all((getattr(a, name) == other[name].data_ptr()) == (name not in copied) for name in TOKEN_AXIS)
+
+
+def strides_of(one):
+    a = named(*one)
+    return [getattr(a, name) for name in STRIDES]
+
+
+def elsewhere(x):
+    """The same values and strides, off the 16 bytes."""
+    count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return torch.empty(count + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
 
 
 # ---- intermediate states -------------------------------------------------------------------------------------------------
