@@ -17,17 +17,26 @@ from . import cases, specs, timing
 
 P, O, R = (False, False), (True, False), (True, True)  # overlap, replay
 C = "cluster"
+K = C + " reads"
+HINTS = ("", " inputs", " writes", " inputs writes")
+cases.CASES |= {f"fixed-T8192-H{h}": cases.Case(f"fixed-T8192-H{h}", (8192,), h, False, None) for h in (16, 20, 32, 64)}
 TRIALS = {
-    "fixed-T8192-H24": [(P, ""), (O, ""), (O, C), (O, C + " link=75"), (O, C + " link=60"), (O, C + " inputs writes"), (O, "inputs writes")],
-    "fixed-T8192-H48": [(P, ""), (P, "inputs writes"), (P, C + " inputs writes reads"), (O, ""), (O, C), (O, C + " tasks=40"),
-                        (O, C + " inputs writes"), (O, C + " inputs writes reads"), (O, C + " inputs writes link=75")],
-    "fixed-T8192-H96": [(P, ""), (P, "inputs writes"), (P, C + " inputs writes reads"), (O, ""), (O, C), (O, C + " tasks=40"),
-                        (O, C + " inputs writes"), (O, C + " inputs writes reads"), (O, C + " inputs writes prompt")],
-    "fixed-T8192-H12": [(R, ""), (R, C), (R, C + " inputs writes"), (O, C), (R, C + " link=40")],
-    "fixed-T8192-H6": [(R, ""), (R, C), (R, "inputs writes"), (R, C + " inputs writes")],
-    "128x64-H12": [(P, ""), (P, "inputs writes"), (P, "skip"), (P, "direct"), (P, "direct inputs writes"), (P, C)],
-    "8x1024-H12": [(P, ""), (P, "inputs writes"), (P, "skip inputs writes"), (P, C), (P, C + " inputs writes reads")],
-    "varlen6-H12": [(P, ""), (P, "inputs writes"), (P, C), (P, C + " inputs writes reads")],
+    "fixed-T8192-H24": [(P, ""), (O, C), *((O, K + h) for h in HINTS), (O, K + " link=110"), (O, K + " link=130"),
+                        (O, K + " inputs link=110"), (O, K + " tasks=24"), (R, C)],
+    "fixed-T8192-H48": [(P, ""), *((O, K + h) for h in HINTS), (O, K + " tasks=40"), (O, K + " inputs tasks=40"),
+                        (O, K + " inputs writes tasks=40"), (O, K + " inputs link=75"), (O, K + " inputs tasks=40 link=110")],
+    "fixed-T8192-H96": [(P, ""), *((O, K + h) for h in HINTS), (O, K + " tasks=40"), (O, K + " inputs tasks=40"),
+                        (O, K + " inputs writes tasks=40"), (O, K + " inputs link=75"), (O, K + " inputs tasks=48")],
+    "fixed-T8192-H32": [(P, ""), (O, K), (O, K + " inputs"), (O, K + " tasks=40"), (O, K + " inputs tasks=48")],
+    "fixed-T8192-H64": [(P, ""), (O, K), (O, K + " inputs"), (O, K + " inputs tasks=40")],
+    "fixed-T8192-H12": [(R, ""), *((R, C + h) for h in HINTS), (R, C + " link=60"), (O, K), (O, K + " link=70")],
+    "fixed-T8192-H16": [(R, C), (O, K), (O, K + " inputs"), (O, K + " link=110")],
+    "fixed-T8192-H20": [(O, K), (O, K + " inputs"), (O, K + " link=110")],
+    "fixed-T8192-H6": [(R, ""), *((R, C + h) for h in HINTS), (R, C + " link=40")],
+    "128x64-H12": [(P, ""), (P, "direct"), (P, "direct inputs"), (P, "direct writes"), (P, "direct " + C), (P, "direct " + K)],
+    "8x1024-H12": [(P, ""), *((P, K + h) for h in HINTS), (P, K + " direct")],
+    "varlen6-H12": [(P, ""), *((P, K + h) for h in HINTS), (P, K + " direct")],
+    "fixed-T65536-H6": [(R, ""), (R, C), (R, C + " inputs"), (R, C + " inputs writes")],
 }
 
 

@@ -10,9 +10,9 @@ the token's own band and t[b] the sum over band b:
     l        = running sum of y in a band                            tensor cores: a triangle of ones; fp32
     q^, k^   = x * rsqrt(sum x^2 + 1e-6)                             sum: diagonal of x x^T on the tensor cores; fp32
     q_band   = bf16(scale * q^ * 2^l)  k_band = bf16(k^ * 2^l)       CUDA cores; operands of A and M
-    k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k^ * 2^(t[b]-l))  the same; k_inv see below
+    k_inv    = bf16(k^ * 2^-l)       k_next = bf16(k~ * 2^(t[b]-l))  the same; k_inv see below
     Q        = bf16(scale * q^ * 2^G)                                image in place of q
-    K_end    = bf16(bf16(k^) * 2^(G_63 - G))                         image in place of k
+    K_end    = bf16(k~ * 2^(G_63 - G))                               image in place of k; k~ = bf16(k^)
     K_start  = bf16(-k^ * 2^G)                                       image in place of g
     A_ij     = bf16(scale * q_i k_j 2^(G_i - G_j)), j <= i           tensor cores, fp32 accumulators; zeros above
     M_ij     = beta_i * k_i k_j 2^(G_i - G_j), j < i                 tensor cores, fp32

@@ -133,17 +133,17 @@ class Levels:
             q_low, q_high, k_low, k_high = (_times(x[r::2], f) for x, r, f in ((q, 0, a), (q, 1, c), (k, 0, b), (k, 1, c)))
             q8, k8 = self.pack(q_high), self.pack(k_high)
             level8 = self.product((q8[0], k8[0], q8[1], k8[1]), self.pack(k_low), level8)
-            k_next = _rows(_times(k_low, lower), _times(k[1::2], d))
-            k_end = k_next
             if self.l2norm:
                 low, high = ([self.rounded(pair) for pair in k[r::2]] for r in range(2))
-                k_end = _rows(_times(low, [[x * y for x, y in zip(*f)] for f in zip(b, lower)]), _times(high, d))
+                k_next = _rows(_times(_times(low, b), lower), _times(high, d))
+            else:
+                k_next = _rows(_times(k_low, lower), _times(k[1::2], d))
             k = _rows(_times(k[::2], a), _times(k_high, upper))
             q = _rows(q_low, _times(q_high, upper))
             columns = [table_at + kk * 64 + t * 32 for t in range(2)]
             start, end = ([f for c in columns for f in [ptx.lds_v2_f32(c + t)] * 2] for t in (FROM_START, TO_END))
             ptx.sts_v4_b32(next_at + kk * 512, self.pack(k_next))
-            ptx.stmatrix_x4(k_at, self.image(_times(k_end, end), powers, 1))
+            ptx.stmatrix_x4(k_at, self.image(_times(k_next, end), powers, 1))
             k_band.append(self.pack(k))
             ptx.stmatrix_x4(g_at, self.image([[-x for x in pair] for pair in _times(k, start)], powers, 1))
             q_band.append(self.pack(q))

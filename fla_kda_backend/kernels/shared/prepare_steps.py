@@ -140,11 +140,11 @@ class PrepareSteps:
                 q.append([x, [y * f for y, f in zip(x, start[n])]])
                 z = [y * norms[1][r] for y in ptx.unpack_bf16x2(k_words[w])]
                 grow = [ptx.ex2(-d) for d in decay]
-                to_next = [f * g for f, g in zip(grow, own[n])]
-                z_inv, z_next = ([y * f for y, f in zip(z, factors)] for factors in (grow, to_next))
-                z_end = [y * (f * g) for y, f, g in zip(self.rounded(z), to_next, end[n])]
+                z_inv = [y * f for y, f in zip(z, grow)]
+                z_next = [y * f * g for y, f, g in zip(self.rounded(z), grow, own[n])]
                 z = [y * f for y, f in zip(z, shrink)]
-                k.append([z, [-(y * f) for y, f in zip(z, start[n])], z_inv, z_next, z_end])
+                z_start = [-(y * f) for y, f in zip(z, start[n])]
+                k.append([z, z_start, z_inv, z_next, [y * f for y, f in zip(z_next, end[n])]])
             pack = lambda words: [[ptx.pack_bf16x2(*pair) for pair in image] for image in zip(*words)]  # noqa: E731
             (q_words, q_image), (k_words, k_start, k_inv, k_next, k_end) = pack(q), pack(k)
             ptx.stmatrix_x4(q_at, q_image)
