@@ -351,10 +351,10 @@ _specs: dict[tuple, KernelSpec] = {}
 
 
 def _spec(kernel, device, options, arch):
-    """The spec of a variant on a device; segments exclude replay and overlap, which need all records in one launch."""
+    """The spec of a variant on a device; segments exclude replay, overlap and direct, which need all chunks in one launch."""
     chosen = dict(options)
     if chosen["segmented"]:
-        chosen |= {name: False for name in ("replay", "overlap") if name in chosen}
+        chosen |= {name: False for name in ("replay", "overlap", "direct") if name in chosen}
     spec = KernelSpec.of(kernel, arch or ARCHS[torch.cuda.get_device_capability(device)], **chosen)
     _specs[kernel, device.index, options, arch] = spec
     return spec

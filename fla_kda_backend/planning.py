@@ -64,7 +64,8 @@ def plan(call, facts):
         variant["state_chunk"] = 32
     if facts.capability == WGMMA_CAPABILITY and "state_chunk" not in variant:
         packed = call.cu_seqlens is not None
-        chosen = wy64(call.tokens, call.num_sequences, call.heads, facts.sm_count, packed, variant)
+        fresh = call.initial_state is None
+        chosen = wy64(call.tokens, call.num_sequences, call.heads, facts.sm_count, packed, variant, fresh)
     else:
         chosen = column_split("robust", call.num_sequences, call.heads, facts.sm_count, variant)
     return chosen._replace(reason=reason) if reason else chosen
@@ -97,11 +98,13 @@ def beyond_flashkda(call, variant):
     return next((f"{name}={value}" for name, value in variant.items()), None)
 
 
-def wy64(tokens, num_sequences, heads, sm_count, packed, variant=None):
+def wy64(tokens, num_sequences, heads, sm_count, packed, variant=None, fresh=False):
     """The 64-token kernels: half of the value columns a task. Overlap, for long chains: they run beside prepare, which must
-    then know every sequence's place in time; and replay, where they are few: idle SMs compute outputs.
+    then know every sequence's place in time; and replay, where they are few: idle SMs compute outputs. Direct, for sequences
+    of one chunk: prepare computes all of it, of those that have no more.
 
-    heads: HV. variant: options of FLASHKDA that are otherwise; a chain that writes all states leaves none to replay.
+    heads: HV. variant: options of FLASHKDA that are otherwise; a chain that writes all states leaves none to replay. fresh:
+    all sequences begin from a state zero.
     """
     variant = variant or {}
     tasks = 2 * num_sequences * heads
@@ -117,7 +120,10 @@ def wy64(tokens, num_sequences, heads, sm_count, packed, variant=None):
     grid = max(sm_count, 2 * tasks) if replay else min(tasks, sm_count)
     if overlap and not replay:
         grid = 2 * groups.chains_at_once(tasks // 2, sm_count)
-    return Plan("wy64", (("max_ctas", sm_count), ("overlap", overlap), ("replay", replay), *variant.items()), grid)
+    short = 0 < tokens <= record64.CHUNK * num_sequences
+    direct = short and fresh and not {"gate", "gate_dtype", "l2norm", "states"} & set(variant)
+    schedule = (("max_ctas", sm_count), ("overlap", overlap), ("replay", replay), *((("direct", True),) if direct else ()))
+    return Plan("wy64", (*schedule, *variant.items()), grid)
 
 
 def column_split(arithmetic, num_sequences, heads, sm_count, variant=None):

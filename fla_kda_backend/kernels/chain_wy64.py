@@ -48,7 +48,7 @@ from fla_kda_backend.kernels.shared.chain_fragments import (
     Ring,
     Shared,
 )
-from fla_kda_backend.kernels.shared.chain_pair import ChainPair, cluster_shape, whole_clusters
+from fla_kda_backend.kernels.shared.chain_pair import CTAS, ChainPair, whole_clusters
 from fla_kda_backend.kernels.shared.chain_states import ChainStates
 from fla_kda_backend.kernels.shared.chain_transfers import ChainTransfers
 from fla_kda_backend.kernels.shared.record64 import CHUNK, DECAY_BYTES, HALF, STATE_BYTES, U_BYTES, W_BYTES
@@ -65,8 +65,8 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
     cu_dtype: None (batch of equal lengths), "int32" or "int64". initial, final: None, "fp32" or "bf16". states: write the
     state before each chunk (chain_states.py). segmented: a launch may cover only some of the call's slots. state_v_first:
     states are [.., H, V, K], else [.., H, K, V]. max_ctas: CTAs to spread the tasks over (the number of SMs). overlap: see
-    wy64.py. scaled: multiply O by `scale`, which Q and A are free of. cluster: the two halves of a head share their loads, see
-    chain_pair.py; evict_first: and the records, read for the last time, are the first to leave the L2.
+    wy64.py. scaled: multiply O by `scale`, which Q and A are free of. direct: sequences of one chunk are left
+    to prepare. The two halves of a head are a cluster, see chain_pair.py.
     """
 
     CHAIN_WARPS = 4
@@ -76,18 +76,13 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
     HEADER_BYTES = 1024
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", states=False, segmented=False, state_v_first=True,
-                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, cluster=False, trial=""):  # fmt: skip
+                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, direct=False):  # fmt: skip
         if cu_dtype not in sequences.CU_DTYPES or initial not in STATES or final not in STATES:
             raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
         self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
         self.states, self.state_v_first, self.overlap, self.scaled = states, state_v_first, overlap, scaled
-        self.cluster, self.max_ctas = cluster, whole_clusters(max_ctas) if cluster else max_ctas
-        self.trial = trial.split()
-        numbers = dict(word.split("=") for word in self.trial if "=" in word)
-        self.tasks = int(numbers.get("tasks", groups.TASKS))
-        self.link_time = int(numbers.get("link", self.link_time))
-        self.evict_first = "reads" in self.trial
-        self.store_row = ptx.stg_once_words if "writes" in self.trial else ptx.stg_words
+        self.direct, self.max_ctas = direct, whole_clusters(max_ctas)
+        self.evict_first = not self.resumes  # the spine and the replay read records twice
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
         self.zero_start = initial is None and not segmented and not self.resumes
         self.chain_stages, self.output_stages = stages
@@ -112,7 +107,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
         ).launch(
             grid=[self.grid(num_seqs * heads * 2), 1, 1],
             block=[self.THREADS, 1, 1],
-            cluster=cluster_shape(self.cluster),
+            cluster=[CTAS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -167,7 +162,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
 
     def at_once(self, chains):
         """How many chains, of two tasks each, run at once beside an overlapped prepare; see groups.py."""
-        return groups.chains_at_once(chains, self.max_ctas, self.tasks, cutlass.max)
+        return groups.chains_at_once(chains, self.max_ctas, cutlass.max)
 
     def grid(self, tasks):
         return 2 * self.at_once(tasks // 2) if self.overlap else cutlass.min(tasks, Int32(self.max_ctas))
@@ -284,7 +279,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
     def store_state(self, p, item, t):
         if const_expr(self.final is not None):
             address = p.final_state + self.state_offset(p, item, self.final)
-            states.store_state(address, item.half, self.final, self.state_v_first, t.flat_s, "writes" in self.trial)
+            states.store_state(address, item.half, self.final, self.state_v_first, t.flat_s)
 
     @cute.jit
     def first_link(self, t, sm, at):

@@ -76,7 +76,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.chain_pair import cluster_shape
+from fla_kda_backend.kernels.shared.chain_pair import CTAS
 from fla_kda_backend.kernels.shared.gates import Gates
 from fla_kda_backend.kernels.shared.levels import Levels
 from fla_kda_backend.kernels.shared.operands import Operands
@@ -126,7 +126,7 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
 
     def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, beside=None, gate="bounded",
                  gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid", beta_dtype="bf16", l2norm=True,
-                 direct=None, trial=""):  # fmt: skip
+                 direct=None):  # fmt: skip
         facts = dict(cu_dtype=cu_dtype, gate=gate, gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta,
                      beta_dtype=beta_dtype)  # fmt: skip
         choices = (sequences.CU_DTYPES, GATES, DTYPES, PARAMETERS, PARAMETERS, BETAS, DTYPES)
@@ -138,11 +138,8 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
         if wrong:
             raise ValueError(f"unsupported with gate={gate!r}: {wrong}")
         super().__init__(max_ctas, beside)
-        self.trial = trial.split()
         self.direct = direct is not None
         self.final, self.state_v_first = direct or (None, True)
-        self.bulk_store = ptx.bulk_store_kept if "records" in self.trial else ptx.bulk_store
-        self.store_u = ptx.stg_kept_words if "records" in self.trial else ptx.stg_words
         self.smem_bytes = self.teams * (HEADER_BYTES + STRIDE)
         self.cu_dtype, self.zero_start = cu_dtype, zero_start
         self.gate, self.gate_dtype, self.a_log, self.dt_bias = gate, gate_dtype, a_log, dt_bias
@@ -174,7 +171,7 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
         ).launch(
             grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
-            cluster=cluster_shape(self.cluster),
+            cluster=[CTAS, 1, 1] if self.overlap else None,  # as the chain, see wy64.py
             stream=stream,
             min_blocks_per_mp=TEAMS // self.teams,
             preferred_smem_carveout=100,
@@ -377,16 +374,16 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
         if const_expr(self.zero_start):
             used = ptx.lds_b32(p.plan(n) + INDEX)
         if used > 0:
-            self.bulk_store(p.record(n) + at, tile, Int32(TILE_BYTES))
+            ptx.bulk_store(p.record(n) + at, tile, Int32(TILE_BYTES))
 
     @cute.jit
     def store_unless_whole(self, p, n, at: cutlass.Constexpr, source, size: cutlass.Constexpr):
         """K_end or A to the record, unless no chain will read it."""
         if const_expr(self.direct):
             if self.whole(p, n) == 0:
-                self.bulk_store(p.record(n) + at, source, Int32(size))
+                ptx.bulk_store(p.record(n) + at, source, Int32(size))
         else:
-            self.bulk_store(p.record(n) + at, source, Int32(size))
+            ptx.bulk_store(p.record(n) + at, source, Int32(size))
 
     @cute.jit
     def solve(self, p, n, warp, band, half, lane):
@@ -407,11 +404,6 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
                 self.results(p, n, [v[:1] for v in x], w_at, band, half, lane)
             else:
                 self.eliminate(p.smem, x, u_at, w_at, lane)
-        elif const_expr(self.zero_start and "skip" in self.trial):
-            if ptx.lds_b32(p.plan(n) + INDEX) > 0:
-                self.eliminate(p.smem, x, u_at, w_at, lane)
-            else:
-                self.eliminate(p.smem, [v[:1] for v in x], u_at, w_at, lane)
         else:
             self.eliminate(p.smem, x, u_at, w_at, lane)
         ptx.fence_proxy_async()

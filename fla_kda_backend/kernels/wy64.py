@@ -20,23 +20,11 @@ from fla_kda_backend.kernels.chain_replay_wy64 import ChainReplayWY64
 from fla_kda_backend.kernels.chain_wy64 import ChainWY64
 from fla_kda_backend.kernels.prepare_wy64 import PrepareWY64
 
-# Words of `trial`: what is being measured, each without effect on any bit.
-TRIALS = {
-    "writes": "outputs and final states are the first to leave the L2",
-    "inputs": "q, k, v and g likewise",
-    "reads": "records likewise, once the chain has read them, and initial states",
-    "records": "prepare writes Q, K_end, W, A and U so that the L2 keeps them",
-    "skip": "W is not computed where it is not written: a sequence's first chunk, from a state zero",
-    # other products, whose bits are to be compared
-    "direct": "prepare itself computes sequences of one chunk from a state zero, which the chain passes by",
-    "prompt": "the chain starts at once where its tasks take turns",
-    # and tasks=N, link=N, in place of groups.TASKS and the chain's link_time
-}
-
 
 class WY64:
     """Compile-time facts: those of PrepareWY64 and ChainWY64; replay: ChainReplayWY64, which takes no segments; overlap: for
-    sequences of equal length, or one packed one; no segments; cluster: see ChainWY64. trial: words of TRIALS.
+    sequences of equal length, or one packed one; no segments; direct: see PrepareDirect, for calls without an initial state,
+    in one segment, of a bounded bf16 gate and normalised q and k, whose states are not all asked for.
 
     Workspace: record64.workspace_bytes. carry_in, carry_out: heads * 2 * record64.STATE_BYTES bytes each.
     """
@@ -45,26 +33,20 @@ class WY64:
 
     def __init__(self, cu_dtype=None, initial=None, final="fp32", segmented=False, replay=False, state_v_first=True,
                  states=False, gate="bounded", gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid",
-                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, cluster=False, trial=""):  # fmt: skip
+                 beta_dtype="bf16", l2norm=True, max_ctas=132, overlap=False, direct=False):  # fmt: skip
         options = dict(cu_dtype=cu_dtype, initial=initial, final=final, state_v_first=state_v_first, states=states,
                        max_ctas=max_ctas)  # fmt: skip
-        unknown = [word for word in trial.split() if word not in TRIALS and not word.startswith(("tasks=", "link="))]
-        if unknown:
-            raise ValueError(f"trial: unknown words {unknown}")
         if replay and segmented:
             raise ValueError("replay=True needs segmented=False: a checkpoint must lie in the same launch")
         if overlap and segmented:
             raise ValueError("overlap=True needs segmented=False")
-        options |= {"overlap": overlap, "scaled": not l2norm, "cluster": cluster, "trial": trial}
-        self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, **options)
-        beside = self.chain if overlap else None
-        direct = None
-        plain_inputs = gate == "bounded" and gate_dtype == "bf16" and l2norm
-        if "direct" in trial.split() and self.chain.zero_start and not states and plain_inputs:
-            self.chain.direct, direct = True, (final, state_v_first)
-        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, beside, gate=gate, gate_dtype=gate_dtype,
-                                   a_log=a_log, dt_bias=dt_bias, beta=beta, beta_dtype=beta_dtype, l2norm=l2norm,
-                                   direct=direct, trial=trial)  # fmt: skip
+        options |= {"overlap": overlap, "scaled": not l2norm}
+        self.chain = ChainReplayWY64(**options) if replay else ChainWY64(segmented=segmented, direct=direct, **options)
+        if direct and not (self.chain.zero_start and gate == "bounded" and gate_dtype == "bf16" and l2norm and not states):
+            raise ValueError("direct=True is for a bounded bf16 gate, l2norm, no initial state, no segments, replay or states")
+        self.prepare = PrepareWY64(cu_dtype, max_ctas, self.chain.zero_start, self.chain if overlap else None, gate=gate,
+                                   gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta, beta_dtype=beta_dtype,
+                                   l2norm=l2norm, direct=(final, state_v_first) if direct else None)  # fmt: skip
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""

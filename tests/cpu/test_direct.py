@@ -92,7 +92,6 @@ class Machine:
 
 
 class Plain(prepare_direct.PrepareDirect, prepare_steps.PrepareSteps):
-    trial = ()
     results, store_final, store_out = (
         getattr(prepare_direct.PrepareDirect, name).__wrapped__ for name in ("results", "store_final", "store_out")
     )

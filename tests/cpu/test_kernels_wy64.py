@@ -18,14 +18,20 @@ BOTH = (False, True)
 
 def chains():
     """What the chain depends on."""
-    names = ("overlap", "replay", "segmented", "cluster", "initial", "final", "cu_dtype", "state_v_first", "states",
-             "evict_first")  # fmt: skip
+    names = ("overlap", "replay", "segmented", "initial", "final", "cu_dtype", "state_v_first", "states")
     rows = [
         row
-        for row in itertools.product(BOTH, BOTH, BOTH, BOTH, STATES, STATES, CU_DTYPES, BOTH, BOTH, BOTH)
-        if not (row[1] and (row[2] or row[8])) and not (row[0] and row[2]) and not (row[9] and (row[1] or not row[3]))
-    ]
+        for row in itertools.product(BOTH, BOTH, BOTH, STATES, STATES, CU_DTYPES, BOTH, BOTH)
+        if not (row[1] and (row[2] or row[7])) and not (row[0] and row[2])
+    ]  # fmt: skip
     return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
+
+
+def directs():
+    """What prepare depends on where it computes sequences of one chunk itself."""
+    names = ("final", "cu_dtype", "state_v_first", "beta_dtype", "a_log", "dt_bias")
+    rows = list(itertools.product(STATES, CU_DTYPES, BOTH, DTYPES, (None, *DTYPES), (None, *DTYPES)))
+    return [dict(zip(names, row), direct=True) for row in compiling.pairwise(rows)]
 
 
 def prepares():
@@ -41,7 +47,7 @@ def prepares():
     return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
 
 
-VARIANTS = [{}, *chains(), *prepares()]
+VARIANTS = [{}, *chains(), *prepares(), *directs()]
 
 # HGMMA, ARRIVE, DEPBAR. Of a link with outputs: V', Q S, the update, A V'; of a first link from state zero: the update,
 # A V'; of the spine: before its loop, in it, after it. ARRIVE and DEPBAR are the groups and waits as written: one more of
@@ -52,8 +58,12 @@ SPINE = (8 + (8 + 8) + 8, 1 + 3 + 1, 1 + 3 + 2)
 STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies a lane, by state_v_first: rows of half a state
 # of prepare, by whether it is bounded (gate and keys) and whether q and k are normalised
 PRODUCTS = {(True, True): 252, (False, True): 376, (False, False): 360}
-DEFAULTS = dict(overlap=False, replay=False, segmented=False, cluster=False, evict_first=False, initial=None,
-                state_v_first=True, gate="bounded", l2norm=True)  # fmt: skip
+# and what is added where it computes sequences of one chunk: U without W; O; the final state, two blocks of keys a turn
+ELIMINATION = 2 * (4 * 2 + 6 * 2)
+DIRECT = ELIMINATION + 2 * (1 + 2 + 3 + 4)
+DIRECT_FINAL = 2 * (4 * 2)
+DEFAULTS = dict(overlap=False, replay=False, segmented=False, initial=None, final="fp32", state_v_first=True, gate="bounded",
+                l2norm=True, direct=False)  # fmt: skip
 TENSOR_LOAD = "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
 BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 REMOTE_ARRIVE = "mbarrier.arrive.shared::cluster.b64"
@@ -93,9 +103,13 @@ def check_prepare(kernel, smem, options):
     assert kernel["registers"] <= 128
     assert (1 if options["overlap"] else 2) * (smem + 1024) <= SMEM_OF_SM
     assert ptx.get("st.release.gpu.global.b32", 0) == (2 if options["overlap"] else 0)  # in the loop and behind it
-    assert ptx[TENSOR_LOAD] == 3 + 4  # g, q, k before the loop; v, then the next chunk's in it
+    # g, q, k before the loop; v, then the next chunk's in it, q in two places where one of them follows the final state
+    assert ptx[TENSOR_LOAD] == 3 + 4 + options["direct"]
     products = sum(count for name, count in ptx.items() if name.startswith("mma.sync"))
-    assert sass["HMMA"] == products == PRODUCTS[options["gate"] == "bounded" and options["l2norm"], options["l2norm"]]
+    expected = PRODUCTS[options["gate"] == "bounded" and options["l2norm"], options["l2norm"]]
+    final = DIRECT_FINAL if options["direct"] and options["final"] else 0
+    expected += DIRECT * options["direct"] + final
+    assert products == expected and sass["HMMA"] == products + final  # ptxas doubles the body of this loop
 
 
 def check_chain(kernel, options):
@@ -110,14 +124,14 @@ def check_chain(kernel, options):
     found = tuple(sass[name] for name in ("HGMMA", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"))
     assert found == tuple(map(sum, zip(*parts)))
     copies = 0 if options["initial"] is None else STATE_COPIES[options["state_v_first"]]
-    hint, shared = HINT if options["evict_first"] else "", MULTICAST if options["cluster"] else ""
+    hint = "" if options["replay"] else HINT  # which reads records twice
     loads = Counter({BULK_LOAD: copies})  # of initial states
     loads[BULK_LOAD + hint] += 1  # U
-    loads[BULK_LOAD + shared + hint] += 2 + 4  # W, decay; Q to the first column of A, the other three
+    loads[BULK_LOAD + MULTICAST + hint] += 2 + 4  # W, decay; Q to the first column of A, the other three
     assert {name: count for name, count in ptx.items() if name.startswith(BULK_LOAD)} == +loads
     if options["initial"] is not None:
         frees += 2  # the image of the state, of an item with links or of an empty sequence
-    assert ptx.get(REMOTE_ARRIVE, 0) == (frees if options["cluster"] else 0)
+    assert ptx[REMOTE_ARRIVE] == frees
     flags, loaders = 1 if options["replay"] else 0, 2 if options["overlap"] else 0
     assert ptx.get("st.release.gpu.global.b32", 0) == flags
     assert ptx.get("ld.acquire.gpu.global.b32", 0) == 2 * flags + loaders  # before the loop and in it; in it
@@ -130,15 +144,18 @@ def test_not_in_segments(option, tmp_path):
         compiling.reports("wy64", "sm_90a", [{option: True, "segmented": True}], tmp_path)
 
 
-@pytest.mark.parametrize("options", [{}, {"cluster": True, "replay": True}], ids=["two readers", "replay"])
-def test_records_stay_in_the_l2_until_they_are_read_twice(options, tmp_path):
-    with pytest.raises(AssertionError, match="otherwise records are read twice"):
-        compiling.reports("wy64", "sm_90a", [options | {"evict_first": True}], tmp_path)
+@pytest.mark.parametrize("other", [
+    {"initial": "fp32"}, {"segmented": True}, {"replay": True}, {"states": True}, {"gate": "softplus"}, {"gate_dtype": "fp32"},
+    {"l2norm": False},
+], ids=str)  # fmt: skip
+def test_direct_is_for_few_kinds_of_calls(other, tmp_path):
+    with pytest.raises(AssertionError, match="direct=True is for a bounded bf16 gate"):
+        compiling.reports("wy64", "sm_90a", [other | {"direct": True}], tmp_path)
 
 
 def test_no_cluster_on_one_sm(tmp_path):
-    with pytest.raises(AssertionError, match="cluster=True needs at least 2 CTAs"):
-        compiling.reports("wy64", "sm_90a", [{"cluster": True, "max_ctas": 1}], tmp_path)
+    with pytest.raises(AssertionError, match="needs at least 2 CTAs at once"):
+        compiling.reports("wy64", "sm_90a", [{"max_ctas": 1}], tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"gate": "given"}, {"gate": "softplus", "a_log": None}, {"beta_dtype": "fp16"}], ids=str)

@@ -59,7 +59,8 @@ def run_auto(inputs, final=torch.float32):
 def auto_plan(inputs):
     batch, tokens, heads, _ = inputs["q"].shape
     packed = inputs["cu_seqlens"] is not None
-    return planning.wy64(batch * tokens, sequences_of(inputs), heads, specs.SM_COUNT, packed)
+    fresh = inputs["initial_state"] is None
+    return planning.wy64(batch * tokens, sequences_of(inputs), heads, specs.SM_COUNT, packed, fresh=fresh)
 
 
 def under(plan, inputs, final):

@@ -25,7 +25,7 @@ COLUMN_SPLIT = ("exact", "robust")
 SETTINGS = (*COLUMN_SPLIT, "wy64", "wy64 replay")  # of a test: the column split's arithmetic, or the 64-token kernels
 WITHOUT_REPLAY = SETTINGS[:3]
 OVERLAP = ("wy64 overlap", "wy64 overlap replay")  # for sequences of equal length, or one packed one
-CLUSTER = ("wy64 cluster", "wy64 cluster replay", *(f"{setting} cluster" for setting in OVERLAP))
+DIRECT = "wy64 direct"  # for calls without an initial state
 VARIANTS = (*((setting, bv) for setting in COLUMN_SPLIT for bv in BVS), ("wy64", None), ("wy64 replay", None))
 
 
@@ -83,6 +83,8 @@ WY64_PACKED = (*ROBUST_PACKED, Kinds(None, None, "int64"), Kinds("bf16", "bf16",
 WY64 = (STANDARD, NO_INITIAL, Kinds("fp32", None, None), Kinds(None, None, None), *WY64_PACKED)
 WY64_REPLAY = (STANDARD, PACKED, PACKED32, NO_INITIAL, Kinds("fp32", None, None), Kinds("bf16", "bf16", "int64"))
 WY64_OVERLAP = (STANDARD, NO_INITIAL, Kinds("fp32", None, None), PACKED, NO_INITIAL._replace(cu_dtype="int64"))
+WY64_DIRECT = tuple(Kinds(None, *kinds) for kinds in (
+    ("fp32", None), ("fp32", "int64"), ("fp32", "int32"), (None, "int64"), ("bf16", "int64"), (None, None)))  # fmt: skip
 WY64_SEGMENTED = (STANDARD, PACKED, NO_INITIAL, Kinds("bf16", "bf16", "int64"))
 
 # every kind of call: on the 64-token kernels, and, as on GPUs without them, on the column split; with intermediate states
@@ -95,6 +97,7 @@ STATES = tuple(
     for kind in (call_table.FLASHKDA, call_table.SOFTPLUS._replace(cu_dtype="int32"), call_table.KIMI)
 )
 REPLAYED = (call_table.SOFTPLUS, call_table.KIMI)
+KEYS_FIRST = call_table.FLASHKDA._replace(state_v_first=False, initial=None, cu_dtype="int64")  # of sequences of one chunk
 
 
 def options_of(setting, bv):
@@ -102,8 +105,8 @@ def options_of(setting, bv):
     if setting in COLUMN_SPLIT:
         return "column_split", {"arithmetic": setting, "bv": bv, "warps": planning.warps(setting, bv)}
     words = setting.split()
-    cluster = {"cluster": True} if "cluster" in words else {}
-    return "wy64", {"max_ctas": SM_COUNT, "overlap": "overlap" in words, "replay": "replay" in words, **cluster}
+    direct = {"direct": True} if "direct" in words else {}
+    return "wy64", {"max_ctas": SM_COUNT, "overlap": "overlap" in words, "replay": "replay" in words, **direct}
 
 
 def variant(setting, bv, kinds, segmented=False):
@@ -120,10 +123,19 @@ def variant_of(kind, setting="wy64", **options):
     return KernelSpec.of(family, "sm_90a", **own, **storage, segmented=False, **other, **options)
 
 
+def is_direct(case):
+    """Whether planning has prepare compute sequences of one chunk."""
+    lengths, kind = case.lengths, case.kind
+    fresh, standard = kind.initial is None, (kind.gate, kind.gate_dtype, kind.l2norm, kind.states)
+    return fresh and standard == ("bounded", "bf16", True, False) and sum(lengths) <= 64 * len(lengths)
+
+
 def specs_of_calls():
     """Those that test_calls.py launches."""
     stateless = (kind._replace(states=False) for kind in STATES)
     found = [variant_of(kind) for kind in (*call_table.KINDS, *BY_NAME, *STATES, *stateless)]
+    found += [variant_of(case.kind, DIRECT) for case in call_table.CASES if is_direct(case)]
+    found += [variant_of(KEYS_FIRST, setting) for setting in ("wy64", DIRECT)]
     found += [variant_of(kind, setting) for kind in REPLAYED for setting in ("wy64 replay", *OVERLAP)
               if kind.cu_dtype is None or setting == "wy64 replay"]  # fmt: skip
     found += [variant_of(kind, setting) for setting, kind in models.VARIANTS]
@@ -138,9 +150,8 @@ def needed_specs():
     rows += [("robust", 32, kinds) for kinds in (*ROBUST_PACKED, NO_INITIAL, Kinds("fp32", None, None))]
     rows += [("wy64", None, kinds) for kinds in WY64] + [("wy64 replay", None, kinds) for kinds in WY64_REPLAY]
     rows += [(setting, None, kinds) for setting in OVERLAP for kinds in WY64_OVERLAP]
-    rows += [(setting, None, kinds) for setting in CLUSTER for kinds in (STANDARD, NO_INITIAL)]
-    rows += [(setting, None, PACKED) for setting in CLUSTER[:2]] + [(CLUSTER[0], None, NO_INITIAL._replace(cu_dtype="int64"))]
-    in_segments = (*SEGMENTED, *(("wy64", None, kinds) for kinds in WY64_SEGMENTED), (CLUSTER[0], None, PACKED))
+    rows += [(DIRECT, None, kinds) for kinds in WY64_DIRECT] + [("wy64", None, kinds) for kinds in WY64_DIRECT]
+    in_segments = (*SEGMENTED, *(("wy64", None, kinds) for kinds in WY64_SEGMENTED))
     specs = [variant(*row) for row in rows] + [variant(*row, segmented=True) for row in in_segments]
     return list(dict.fromkeys([*specs, *specs_of_calls()]))
 

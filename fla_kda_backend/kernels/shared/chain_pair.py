@@ -52,66 +52,48 @@ BOTH = (1 << CTAS) - 1  # multicast mask
 def whole_clusters(ctas):
     """So many of `ctas` that all are in clusters."""
     if ctas < CTAS:
-        raise ValueError(f"cluster=True needs at least {CTAS} CTAs, got max_ctas={ctas}")
+        raise ValueError(f"needs at least {CTAS} CTAs at once, got max_ctas={ctas}")
     return ctas - ctas % CTAS
 
 
-def cluster_shape(cluster):
-    """For launch()."""
-    return [CTAS, 1, 1] if cluster else None
-
-
 class ChainPair:
-    """A chain kernel inherits it. `cluster`: whether the halves are a cluster; without, each CTA is for itself."""
-
-    cluster = False
-    evict_first = False  # whether records, read once, are the first to leave the L2 then
+    """A chain kernel inherits it. evict_first: whether records are read for the last time: the first to leave the L2 then."""
 
     def readers(self):
         """Arrivals that free a stage."""
-        return self.CHAIN_WARPS * (CTAS if self.cluster else 1)
+        return self.CHAIN_WARPS * CTAS
 
-    @cute.jit
     def greet(self):
         """Tell the other CTA that this one's barriers are initialised; after the thread that did it has fenced them."""
-        if const_expr(self.cluster):
-            cute.arch.sync_warp()
-            ptx.cluster_arrive_relaxed()
+        cute.arch.sync_warp()
+        ptx.cluster_arrive_relaxed()
 
-    @cute.jit
     def meet(self):
         """Barrier of this CTA's threads; from then on the other's barriers may be used."""
         cute.arch.sync_threads()
-        if const_expr(self.cluster):
-            ptx.cluster_wait()
+        ptx.cluster_wait()
 
-    @cute.jit
     def part(self):
         """No CTA exits before the other has done with it."""
-        if const_expr(self.cluster):
-            cute.arch.sync_warp()
-            ptx.cluster_arrive()
-            ptx.cluster_wait()
+        cute.arch.sync_warp()
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
 
     @cute.jit
     def free(self, empty):
         """A chain warp has read a stage; by one of its lanes."""
         cute.arch.mbarrier_arrive(empty)
-        if const_expr(self.cluster):
-            ptx.mbarrier_arrive_remote(empty.toint(), ptx.cluster_rank() ^ 1)
+        ptx.mbarrier_arrive_remote(empty.toint(), ptx.cluster_rank() ^ 1)
 
     @cute.jit
     def fetch(self, target, source, size, full):
         """Bulk copy of what both halves need: `size` bytes, a multiple of 32, complete at `full` (address). By one lane."""
-        if const_expr(self.cluster):
-            half = size >> 1
-            at = half * ptx.cluster_rank()
-            if const_expr(self.evict_first):
-                ptx.bulk_load_multicast_once(target + at, source + at, half, full, Int32(BOTH), ptx.evict_first())
-            else:
-                ptx.bulk_load_multicast(target + at, source + at, half, full, Int32(BOTH))
+        half = size >> 1
+        at = half * ptx.cluster_rank()
+        if const_expr(self.evict_first):
+            ptx.bulk_load_multicast_once(target + at, source + at, half, full, Int32(BOTH))
         else:
-            self.fetch_own(target, source, size, full)
+            ptx.bulk_load_multicast(target + at, source + at, half, full, Int32(BOTH))
 
     @cute.jit
     def fetch_own(self, target, source, size, full):

@@ -183,7 +183,7 @@ class ChainTransfers:
                     cute.arch.mbarrier_arrive(sm.store.empty)
                 for k in cutlass.range_constexpr(8):
                     if left > 8 * k:
-                        self.store_row(target + step * k, rows[k])
+                        ptx.stg_once_words(target + step * k, rows[k])
                 target += step * 8
                 left -= CHUNK
                 phase = phase ^ 1

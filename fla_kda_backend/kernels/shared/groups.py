@@ -12,9 +12,9 @@ SMS = 132
 TASKS = 32  # at once, of so many SMs: prepare takes 5.0 us of an SM for a chunk and head, the two halves' links 1.4 to 1.9
 
 
-def chains_at_once(chains, sms, tasks=TASKS, most=max):
-    """Chains of a group; all of them where their tasks are not many more than `tasks` * sms / SMS."""
-    share = max(tasks * sms // SMS, 2)
+def chains_at_once(chains, sms, most=max):
+    """Chains of a group; all of them where their tasks are not many more than TASKS * sms / SMS."""
+    share = max(TASKS * sms // SMS, 2)
     groups = most((2 * chains + (share // 2 - 1)) // share, 1)
     return (chains + groups - 1) // groups
 

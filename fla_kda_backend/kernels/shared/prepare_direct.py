@@ -15,7 +15,7 @@ from fla_kda_backend.kernels.shared.record64 import BANDS, CHUNK, HALF, HEAD_DIM
 
 
 class PrepareDirect:
-    """A kernel inherits it. direct: whether it does so; final, state_v_first: of the final states; trial: see wy64.py."""
+    """A kernel inherits it. direct: whether it does so; final, state_v_first: of the final states."""
 
     direct = False
 
@@ -46,8 +46,6 @@ class PrepareDirect:
         (final_state,) = ptx.pin([p.final_state])
         address = final_state + (Int64(seq) * p.heads + head) * (size * HEAD_DIM * HEAD_DIM)
         address += (half * HALF + 16 * band + (lane >> 2)) * value_step + 2 * (lane & 3) * key_step
-        once = "once_" if "writes" in self.trial else ""
-        store = {name: getattr(ptx, f"stg_{once}{name}") for name in ("v2_f32", "b32", "f32", "b16")}
         k_at = self.tile(p, n, K) + self.block_at(0, 0, lane)
         for t in cutlass.range(HEAD_DIM // 16, unroll=2):  # keys 16 * t on
             keys_at = (k_at ^ ((t & 3) << 5)) + (t >> 2) * (TILE_BYTES // 2)
@@ -61,17 +59,17 @@ class PrepareDirect:
                     low, high = acc[m][2 * r], acc[m][2 * r + 1]
                     if cutlass.const_expr(self.final == "fp32"):
                         if cutlass.const_expr(self.state_v_first):
-                            store["v2_f32"](first, low, high)
+                            ptx.stg_v2_f32(first, low, high)
                         else:
-                            store["f32"](first, low)
-                            store["f32"](first + key_step, high)
+                            ptx.stg_f32(first, low)
+                            ptx.stg_f32(first + key_step, high)
                     else:
                         words = ptx.pack_bf16x2(low, high)
                         if cutlass.const_expr(self.state_v_first):
-                            store["b32"](first, words)
+                            ptx.stg_b32(first, words)
                         else:
-                            store["b16"](first, words)
-                            store["b16"](first + key_step, words >> 16)
+                            ptx.stg_b16(first, words)
+                            ptx.stg_b16(first + key_step, words >> 16)
             address += 16 * key_step
 
     @cute.jit
@@ -84,8 +82,7 @@ class PrepareDirect:
         source = self.tile(p, n, G) + (piece >> 3) * (TILE_BYTES // 2) + row * 128 + (((piece & 7) ^ (row & 7)) << 4)
         step = Int64(p.heads) * (HEAD_DIM * 2)
         target = out + (Int64(token) + row) * step + (head * (HEAD_DIM * 2) + piece * 16)
-        store = ptx.stg_once_words if "writes" in self.trial else ptx.stg_words
         for i in cutlass.range_constexpr(16 * CHUNK // TEAM):
             if row + Int32(16 * i) < rows:
-                store(target + step * (16 * i), ptx.lds_v4_b32(source + 2048 * i))
+                ptx.stg_once_words(target + step * (16 * i), ptx.lds_v4_b32(source + 2048 * i))
         ptx.fence_proxy_async()  # these reads before the copy that the tile takes next

@@ -160,8 +160,8 @@ class PrepareLoads:
                 p.maps[which], 0, cute.make_layout(1), cute.group_modes(tiles, 0, 3), cute.group_modes(rows, 0, 3)
             )
             place = self.tile_number(n, which) // (size // TILE_BYTES)
-            policy = {"cache_policy": Int64(ptx.ONCE)} if "inputs" in self.trial else {}
-            cute.copy(p.maps[which], source[None, head], target[None, place], tma_bar_ptr=full, **policy)
+            once = Int64(ptx.ONCE)  # what stays in the L2 should be records
+            cute.copy(p.maps[which], source[None, head], target[None, place], tma_bar_ptr=full, cache_policy=once)
 
     @cute.jit
     def load_tables(self, p, n):

@@ -293,7 +293,7 @@ class PrepareSteps:
                     acc = [[ptx.mma_bf16(done[j][t], m[2 * n : 2 * n + 2], acc[t][n]) for n in range(2)] for t in sides]
             done.append([_pack_block(c) for c in acc])
             if u_at is not None:
-                self.store_u(u_at + Int64(i * 2048), done[i][0])
+                ptx.stg_words(u_at + Int64(i * 2048), done[i][0])
             if len(sides) > 1:
                 ptx.stmatrix_x4_trans(w_at + i * 2048, done[i][1])
         return done

@@ -29,8 +29,7 @@ class PrepareTeams:
 
     def __init__(self, max_ctas, beside):
         self.max_ctas, self.beside, self.overlap = max_ctas, beside, beside is not None
-        self.cluster = self.overlap and beside.cluster
-        if self.cluster:
+        if self.overlap:
             self.max_ctas = beside.max_ctas
         self.teams = TEAMS if self.overlap else 1
         self.threads = self.teams * TEAM
@@ -43,19 +42,13 @@ class PrepareTeams:
         ctas = const_expr(self.max_ctas * TEAMS // self.teams)
         grid = cutlass.min((pairs + (self.teams - 1)) // self.teams, ctas)
         if const_expr(self.overlap):
-            fewest = 1
-            if const_expr(self.cluster):
-                fewest = CTAS
-                grid = (grid + 1) // CTAS * CTAS
+            grid = (grid + 1) // CTAS * CTAS
             chains = num_seqs * heads
             at_once = self.beside.at_once(chains)
-            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * at_once, grid), Int32(fewest))
+            stay = cutlass.max(cutlass.min(self.max_ctas - 2 * at_once, grid), Int32(CTAS))
             links = (chains + at_once - 1) // at_once * (pairs // chains)  # of a chain CTA, one after the other
             meanwhile = links * self.beside.link_time * TEAMS * stay // 1000
             rounds = cutlass.max(pairs - meanwhile, Int32(0)) // (TEAMS * self.max_ctas)
-            if const_expr("prompt" in self.trial):
-                if at_once < chains:
-                    rounds = Int32(0)
             if rounds == 0:
                 grid = stay
         return rounds, stay, grid, at_once

@@ -378,6 +378,7 @@ stg_b16 = instruction(
 )
 _stg_v2 = instruction("st.global.v2.b32 [$0], {$1, $2};", "", "lrr", volatile=True, doc="")
 _stg_v4 = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", volatile=True, doc="")
+_stg_once_v4 = instruction("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", volatile=True, doc="")
 
 lds_volatile_v4_b32 = instruction(
     "ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
@@ -391,23 +392,6 @@ ldg_v2_b32 = instruction(
 )
 ldg_v4_f32 = instruction(
     "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", volatile=True, doc="Four fp32, 16-byte aligned."
-)
-# What is written once and read by no kernel of ours: first to leave the L2.
-stg_once_b32 = instruction("st.global.cs.b32 [$0], $1;", "", "lr", volatile=True, doc="stg_b32 of what is not read soon.")
-stg_once_f32 = instruction("st.global.cs.f32 [$0], $1;", "", "lf", volatile=True, doc="stg_f32 of what is not read soon.")
-stg_once_b16 = instruction(
-    "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.cs.b16 [$0], h; }",
-    "",
-    "lr",
-    volatile=True,
-    doc="stg_b16 of what is not read soon.",
-)
-stg_once_v2_f32 = instruction(
-    "st.global.cs.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="stg_v2_f32 of what is not read soon."
-)
-_stg_once_v4 = instruction("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", volatile=True, doc="")
-_stg_kept_v4 = instruction(
-    "st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;", "", "lrrrrl", volatile=True, doc=""
 )
 stg_v2_f32 = instruction(
     "st.global.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="Store two fp32, 8-byte aligned."
@@ -443,13 +427,8 @@ def stg_words(address, words):
 
 
 def stg_once_words(address, words):
-    """stg_words of 4 words that are not read soon."""
+    """stg_words of 4 words that are read no more: the first to leave the L2."""
     _stg_once_v4(address, *words)
-
-
-def stg_kept_words(address, words):
-    """stg_words of 4 words that the L2 is to keep."""
-    _stg_kept_v4(address, *words, KEPT)
 
 
 def lds_words(address, count):
@@ -492,18 +471,6 @@ bulk_load_multicast = instruction(
     volatile=True,
     doc="bulk_load into all CTAs of the cluster whose bits are set in a mask: the same places, each on its own mbarrier.",
 )
-bulk_load_multicast_once = instruction(
-    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-    "[$0], [$1], $2, [$3], mask, $5; }",
-    "",
-    "rlrrrl",
-    volatile=True,
-    doc="bulk_load_multicast with a cache policy.",
-)
-evict_first = instruction(
-    "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "l", "", volatile=False, doc="Cache policy: first to leave the L2."
-)
 bulk_store = instruction(
     "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
     "",
@@ -511,8 +478,7 @@ bulk_store = instruction(
     volatile=True,
     doc="Bulk copy of n bytes (a multiple of 16) shared -> global; one thread issues it, after a proxy fence and a barrier.",
 )
-# Cache policies, as createpolicy.fractional makes them of all accesses: evict_first, evict_last
-ONCE, KEPT = 0x12F0000000000000, 0x14F0000000000000
+ONCE = 0x12F0000000000000  # the cache policy that createpolicy.fractional makes for all of what is the first to leave the L2
 _bulk_load_hinted = instruction(
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;",
     "",
@@ -520,8 +486,14 @@ _bulk_load_hinted = instruction(
     volatile=True,
     doc="",
 )
-_bulk_store_hinted = instruction(
-    "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3;", "", "lrrl", volatile=True, doc=""
+_bulk_load_multicast_hinted = instruction(
+    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+    "[$0], [$1], $2, [$3], mask, $5; }",
+    "",
+    "rlrrrl",
+    volatile=True,
+    doc="",
 )
 
 
@@ -530,9 +502,9 @@ def bulk_load_once(*operands):
     _bulk_load_hinted(*operands, ONCE)
 
 
-def bulk_store_kept(*operands):
-    """bulk_store of what the L2 is to keep."""
-    _bulk_store_hinted(*operands, KEPT)
+def bulk_load_multicast_once(*operands):
+    """bulk_load_multicast of what is not read again."""
+    _bulk_load_multicast_hinted(*operands, ONCE)
 
 
 bulk_commit = instruction("cp.async.bulk.commit_group;", "", "", volatile=True, doc="Close a group of bulk stores.")

@@ -106,24 +106,22 @@ def load_state(address, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, sta
 
 
 @cute.jit
-def store_state(address, half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state, once: cutlass.Constexpr = False):
-    """One half of the [V, K] (v_first) or [K, V] state at `address` in global memory = state. once: not read soon."""
-    names = ("v2_f32", "b32", "f32", "b16")
-    stg_v2_f32, stg_b32, stg_f32, stg_b16 = [getattr(ptx, f"stg_once_{x}" if once else f"stg_{x}") for x in names]
+def store_state(address, half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
+    """One half of the [V, K] (v_first) or [K, V] state at `address` in global memory = state."""
     steps = const_expr(_steps(kind, v_first))
     for (part, row, column), first, second in _pairs(address + half * (HALF * steps[1]), *steps):
         low, high = state[part][row, column], state[part][row + 1, column]
         if const_expr(v_first and kind == "fp32"):
-            stg_v2_f32(first, low, high)
+            ptx.stg_v2_f32(first, low, high)
         elif const_expr(v_first):
-            stg_b32(first, ptx.pack_bf16x2(low, high))
+            ptx.stg_b32(first, ptx.pack_bf16x2(low, high))
         elif const_expr(kind == "fp32"):
-            stg_f32(first, low)
-            stg_f32(second, high)
+            ptx.stg_f32(first, low)
+            ptx.stg_f32(second, high)
         else:
             words = ptx.pack_bf16x2(low, high)
-            stg_b16(first, words)
-            stg_b16(second, words >> 16)
+            ptx.stg_b16(first, words)
+            ptx.stg_b16(second, words >> 16)
 
 
 @cute.jit
