@@ -82,11 +82,10 @@ class Machine:
             "stg_f32": lambda at, x: self.store(self.final, at, x[:, None], 4),
             "stg_b32": lambda at, word: self.store(self.final, at, word, 2),
             "stg_b16": lambda at, word: self.store(self.final, at, word.view(32, -1)[:, :1], 2),
-            "stg_words": lambda at, row: self.store(self.out, torch.tensor([at]), row[None], 2),
+            "stg_once_words": lambda at, row: self.store(self.out, torch.tensor([at]), row[None], 2),
         }
         return types.SimpleNamespace(
             **{name: getattr(self, name) for name in names}, **stores, pin=lambda x: x, fence_proxy_async=lambda: None,
-            stg_once_v2_f32=None, stg_once_b32=None, stg_once_f32=None, stg_once_b16=None,
             less_b32=lambda i, j, x, y: x if i < j else y,
         )  # fmt: skip
 

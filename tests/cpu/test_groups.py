@@ -9,6 +9,7 @@ pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 from fla_kda_backend import planning  # noqa: E402
 from fla_kda_backend.kernels import chain_replay_wy64, chain_wy64, prepare_wy64  # noqa: E402
 from fla_kda_backend.kernels.shared import groups, prepare_teams, record64, wy64  # noqa: E402
+from fla_kda_backend.kernels.shared.chain_pair import CTAS  # noqa: E402
 
 TEAMS, TEAM, CHUNK = prepare_teams.TEAMS, prepare_teams.TEAM, record64.CHUNK
 
@@ -149,7 +150,9 @@ def test_sms_are_shared(shape, monkeypatch):
     """Prepare leaves as many as the chain has CTAs, where there are more; a replay's spine does everything at once."""
     launch = Launch(monkeypatch, **shape)
     chain, sms = launch.chain.grid(2 * launch.chains), shape["max_ctas"]
-    assert launch.p.stay == max(1, min(sms - chain, -(-launch.p.slots * launch.p.heads // TEAMS)))
+    needed = -(-launch.p.slots * launch.p.heads // TEAMS)
+    assert launch.p.stay == max(CTAS, min(sms // CTAS * CTAS - chain, -(-needed // CTAS) * CTAS))
+    assert launch.p.stay % CTAS == launch.grid % CTAS == 0
     assert launch.grid == launch.p.stay if launch.p.rounds == 0 else launch.grid >= launch.p.stay
     plan = planning.wy64(8192 * shape["num_seqs"], shape["num_seqs"], shape["heads"], sms, "cu_seqlens" in shape)
     assert not plan.params["overlap"] or plan.params["replay"] or plan.grid == chain
