@@ -11,8 +11,8 @@ V_DIM = 128
 WGMMA_CAPABILITY = (9, 0)  # the only one whose tensor cores have the instructions of the 64-token kernels
 # Tasks of 132 SMs up to which a schedule is the fastest, measured on an H200 at 8,192 tokens, in us:
 REPLAY_TASKS = 40  # without overlap: 40 tasks 191 against 204, 48 tasks 220 against 224, 64 tasks 305 against 271
-OVERLAP_TASKS = 256  # overlap: 48 tasks 201 against 220
-OVERLAP_REPLAY_TASKS = 24  # both: 24 tasks 123 against 137 with overlap alone, 32 tasks 162 against 148
+OVERLAP_TASKS = 256  # overlap: 48 tasks 190 against 225, 64 tasks 236 to 270, 96 tasks 351 to 384, 192 tasks 758 to 783
+OVERLAP_REPLAY_TASKS = 24  # both: 24 tasks 119 against 132 with overlap alone, 28 tasks 136 against 121
 WORKSPACE_LIMIT = 1 << 31  # bytes; a call that would need more runs in segments of the time axis
 LONG = 2048  # tokens of a sequence, on average, from which on they pay: 2,048 tokens 35 against 40 us, 1,024 tokens 28 to 29
 

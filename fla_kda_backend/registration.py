@@ -4,6 +4,7 @@ A registration that fails leaves FLA as it was; the cause is kept in `failure`, 
 `fla-kda doctor`.
 """
 
+import contextlib
 import inspect
 import logging
 import os
@@ -32,13 +33,32 @@ def register(entry_points):
                 register_with(entry_point)
                 _registered.append(function)
         failure = None
-        return not dispatch_disabled()
+        asked = not dispatch_disabled()
     except Exception as error:
         failure = str(error) if isinstance(error, RegistrationError) else f"{type(error).__name__}: {error}"
         if failure not in _warned:
             _warned.add(failure)
             logger.warning("kda_cute is not registered with FLA, whose own kernels run instead: %s", failure)
         return False
+    if asked:
+        preload()
+    return asked
+
+
+def preload():
+    """Import what the first call needs, of whose time it would be most. FLA is being imported, which takes far longer.
+
+    Only where calls can run here. What fails now fails again in the first call, which says so.
+    """
+    with contextlib.suppress(Exception):
+        import torch
+
+        from . import config
+
+        if config.ENABLED.get() and torch.cuda.is_available():
+            import tvm_ffi  # noqa: F401
+
+            from . import op  # noqa: F401
 
 
 def register_with(entry_point):

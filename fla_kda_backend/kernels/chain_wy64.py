@@ -157,7 +157,7 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
 
     # ---- what the replay does differently (chain_replay_wy64.py)
 
-    link_time = 90  # beside an overlapped prepare, see there; measured on an H200
+    link_time = 110  # beside an overlapped prepare, see there; on an H200 24 and 40 heads want it, others do not mind
     resumes = False  # whether an item may begin inside a sequence although the launch is not segmented
 
     def at_once(self, chains):
