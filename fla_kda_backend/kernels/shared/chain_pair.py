@@ -12,15 +12,14 @@ head, stretch and link only. So use n of a stage is the same (item, link) or the
     barrier of a stage   phase n completes with
     full, in each CTA    the arrival of its own loader, which expects the bytes of use n: its U, its own and the other
                          CTA's halves of the shared images. The other CTA's bytes may come before the arrival; they count.
-    empty, in each CTA   2 * CHAIN_WARPS arrivals: of each chain warp of both CTAs, one when use n has been read. A warp
-                         arrives in its own CTA first and then in the other.
+    empty, in each CTA   2 * CHAIN_WARPS arrivals: of each chain warp of both CTAs, one when use n has been read.
 
 Nothing is written into a stage that is still read: a loader copies for use n + 1 only after phase n of its own `empty`,
 which says that both CTAs have read use n. No barrier gets ahead of itself: for phase n + 1 of a `full`, bytes come only
-after the issuing CTA's `empty` has completed phase n, so after this CTA's warps have seen phase n of that `full`. An arrival
-of the other CTA for phase n + 1 of an `empty` follows a use n + 1, issued after the other CTA's `empty` had completed phase
-n, so after all warps of this CTA had arrived in the other, and before that in their own; and a warp's own arrivals keep
-their order.
+after the issuing CTA's `empty` has completed phase n, so after this CTA's warps have seen phase n of that `full`. Whenever an
+`empty` completes phase n, all warps of both CTAs have read use n, in whatever order their arrivals come: if one had not, it
+would have arrived at most n times, so of the 2 * CHAIN_WARPS * (n + 1) arrivals another warp would have made n + 2 and have
+read use n + 1, which its CTA's loader issued after that CTA's `empty` had completed phase n: earlier, by all warps.
 
 No deadlock: let n be the first use, in the order in which the chain warps of a CTA take stages of both rings, that some
 chain warp of the cluster waits for in vain. All earlier ones are complete in both CTAs, and chain warps free a use after they
