@@ -55,6 +55,11 @@ def test_overlap(name, setting, device):
     compare((CASES | LONG)[name], setting, None, device)
 
 
+def test_direct(device):
+    """Sequences of one chunk, an empty one, and one for the chain."""
+    compare({"tokens": 150, "cu_seqlens": [0, 17, 17, 80, 150], "state": None}, specs.DIRECT, None, device)
+
+
 def test_overlap_in_groups(device):
     compare({"tokens": 139, "heads": 29}, "wy64 overlap", None, device)
 
