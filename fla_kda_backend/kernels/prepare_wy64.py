@@ -354,8 +354,6 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
         smem = self.anew(p, p.smem)
         if half == 1:
             self.diagonal_blocks(smem, a, m, p.beta_rows(n), band, lane)
-        for _ in cutlass.range(half, unroll=1):  # not `if`, see blocks_below
-            self.invert_diagonal(smem, p.beta_rows(n), band, lane)
         for b in cutlass.range_constexpr(1, BANDS):
             if band == b:
                 self.blocks_below(smem, b, self.barrier(b), p.beta_rows(n), half, lane, q_band, k_band)

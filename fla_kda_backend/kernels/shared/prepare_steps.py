@@ -169,13 +169,14 @@ class PrepareSteps:
     # ---- blocks of A, T and N --------------------------------------------------------------------------------------
     @cute.jit
     def diagonal_blocks(self, smem, a, m, beta, band, lane):
-        """The diagonal block of A, and M^T for `invert_diagonal`; half 1."""
-        group, quad = lane >> 2, lane & 3
+        """The diagonal block of A, of T in fp16 lead and rest, and of T diag(beta) in bf16 lead and rest; half 1."""
+        group, quad, column = lane >> 2, lane & 3, lane & 15
         at = smem + DIAGONAL + band * 2048
         beta += band * 64
         m_other = [ptx.lds_v4_f32(at + lane * 16 + 512 * n) for n in range(2)]
         a_other = [ptx.lds_v4_f32(at + 1024 + lane * 16 + 512 * n) for n in range(2)]
         beta_rows = [ptx.lds_f32(beta + (group + 8 * r) * 4) for r in range(2)]
+        beta_column = ptx.lds_f32(beta + column * 4)
         cute.arch.sync_warp()
         block = _zeros()
         for n in cutlass.range_constexpr(2):
@@ -185,13 +186,6 @@ class PrepareSteps:
                 block[n][e] = ptx.less_f32(j, i + 1, a[n][e] + a_other[n][e], 0.0)
         ptx.stmatrix_x4(self.a_block(smem, band, band, lane), _pack_block(block))
         cute.arch.sync_warp()
-
-    @cute.jit
-    def invert_diagonal(self, smem, beta, band, lane):
-        """The diagonal block of T in fp16 lead and rest, and of T diag(beta) in bf16 lead and rest; half 1."""
-        column = lane & 15
-        at = smem + DIAGONAL + band * 2048
-        beta_column = ptx.lds_f32(beta + band * 64 + column * 4)
         x = self.substitute(at, column)
         cute.arch.sync_warp()
         pairs = [(x[2 * i], x[2 * i + 1]) for i in range(8)]
@@ -214,7 +208,7 @@ class PrepareSteps:
         return x
 
     def diagonal_fragment(self, smem, band, part, lane):
-        """A block that `invert_diagonal` left, as B fragment of its transpose."""
+        """A block that `diagonal_blocks` left, as B fragment of its transpose."""
         row8 = lane & 7
         at = (row8 + 8 * ((lane >> 3) & 1)) * 32 + (((lane >> 4) ^ (row8 >> 2)) << 4)
         return ptx.ldmatrix_x4_trans(smem + DIAGONAL + band * 2048 + part * 512 + at)
@@ -230,10 +224,9 @@ class PrepareSteps:
         else:
             self.store_sums(smem + BELOW + first, [m for _, m in sums])
         cute.arch.barrier(barrier_id=barrier, number_of_threads=64)
-        # Loops of one turn or none: of an `if` ptxas makes predicates, and all warps step through both parts.
-        for _ in cutlass.range(1 - half, unroll=1):
+        if half == 0:
             self.eliminators(smem, b, beta, lane, first, [m for _, m in sums])
-        for _ in cutlass.range(half, unroll=1):
+        else:
             for other, block in enumerate(self.whole_sums(smem + A_SUMS + first, [a for a, _ in sums])):
                 ptx.stmatrix_x4(self.a_block(smem, b, other, lane), _pack_block(block))
 
