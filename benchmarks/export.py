@@ -7,12 +7,13 @@ import argparse
 import time
 from pathlib import Path
 
-from . import bench, experiments, models
+from . import bench, experiments, models, schedules
 
 
 def needed_specs():
-    """Everything that bench, profile, experiments and models launch, each once, in a fixed order."""
-    return sorted({*bench.needed_specs(), *experiments.needed_specs(), *models.needed_specs()}, key=lambda spec: spec.name)
+    """Everything that bench, profile, experiments, schedules and models launch, each once, in a fixed order."""
+    parts = (bench, experiments, schedules, models)
+    return sorted({spec for part in parts for spec in part.needed_specs()}, key=lambda spec: spec.name)
 
 
 def main(arguments=None):

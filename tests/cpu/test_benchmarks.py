@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import bench, cases, checks, experiments, export, profile, report, results, specs
+from benchmarks import bench, cases, checks, experiments, export, profile, report, results, schedules, specs
 from benchmarks.implementations import IMPLEMENTATIONS, Implementation
 from fla_kda_backend import dispatch_log, eligibility, planning
 from fla_kda_backend.call import parse
@@ -98,10 +98,11 @@ def test_the_rules_accept_every_case(name):
 
 # ---- compiled kernels -------------------------------------------------------------------------------------------------
 def test_every_benchmark_lists_kernels_that_exist():
-    for needed in (bench.needed_specs(), experiments.needed_specs()):
+    parts = (bench.needed_specs(), experiments.needed_specs(), schedules.needed_specs())
+    for needed in parts:
         assert needed and len(set(needed)) == len(needed)
         assert all(spec.arch == "sm_90a" for spec in needed)
-    assert set(export.needed_specs()) == {*bench.needed_specs(), *experiments.needed_specs()}
+    assert set(export.needed_specs()) == set().union(*parts)
 
 
 def test_the_variants_that_auto_chooses_are_listed():
@@ -130,6 +131,19 @@ def test_a_listed_kernel_is_the_plans():
     plan = planning.plan(parse((), call), specs.H200._replace(mode="exact"))
     assert spec.family == plan.kernel and set(plan.options) <= set(spec.options)
     assert ("cu_dtype", "int64") in spec.options and ("final", "fp32") in spec.options
+
+
+def test_schedules_know_what_planning_chooses():
+    chosen = {tokens: [schedules.planned(heads, tokens, 132) for heads in (6, 12, 13, 96)] for tokens in (8192, 1024)}
+    assert chosen == {8192: ["both", "both", "overlap", "overlap"], 1024: ["plain"] * 4}
+    for heads in schedules.HEADS:
+        assert schedules.planned(heads, 8192, 132) in schedules.schedules_of(heads)
+
+
+def test_schedules_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        schedules.main(["--heads", "6,12", "--tokens", "2048"])
 
 
 def test_experiments_cover_what_was_published():
