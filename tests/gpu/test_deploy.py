@@ -160,7 +160,7 @@ def test_first_call_with_a_warm_cache(warm, record_property):
     assert here and not imported
     record_property("first_call_ms", seconds * 1e3)
     print(f"\nfirst call of a process, warm cache: {seconds * 1e3:.1f} ms")
-    assert seconds < 0.2  # the aim is 0.05; the machine may be slower, and busy
+    assert seconds < 0.05  # 0.01 on an H200 machine: what is slow is imported with FLA
 
 
 def test_a_graph_is_captured_by_the_first_call(together):
