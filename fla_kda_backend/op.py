@@ -354,7 +354,8 @@ def _spec(kernel, device, options, arch):
     """The spec of a variant on a device; segments exclude replay, overlap and direct, which need all chunks in one launch."""
     chosen = dict(options)
     if chosen["segmented"]:
-        chosen |= {name: False for name in ("replay", "overlap", "direct") if name in chosen}
+        chosen |= {name: False for name in ("replay", "overlap") if name in chosen}
+        chosen.pop("direct", None)  # a default, as in the plan of a call that is not direct
     spec = KernelSpec.of(kernel, arch or ARCHS[torch.cuda.get_device_capability(device)], **chosen)
     _specs[kernel, device.index, options, arch] = spec
     return spec

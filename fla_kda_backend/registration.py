@@ -48,17 +48,23 @@ def register(entry_points):
 def preload():
     """Import what the first call needs, of whose time it would be most. FLA is being imported, which takes far longer.
 
-    Only where calls can run here. What fails now fails again in the first call, which says so.
+    Only where calls can run here, and only what is no more than an import: CUDA is not initialised, which FLA has done
+    unless this process is not to use it; and to a torch without an exchange of tensors of its own tvm_ffi would add one
+    that is compiled first. What fails now fails again in the first call, which says so.
     """
     with contextlib.suppress(Exception):
         import torch
 
-        from . import config
+        from . import config, eligibility, facts
 
-        if config.ENABLED.get() and torch.cuda.is_available():
-            import tvm_ffi  # noqa: F401
-
+        if not config.ENABLED.get() or not torch.cuda.is_initialized():
+            return
+        capability, _ = facts.device_facts(torch.device("cuda"))
+        if capability in eligibility.RUN + eligibility.COMPILED_ONLY:
             from . import op  # noqa: F401
+
+            if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+                import tvm_ffi  # noqa: F401
 
 
 def register_with(entry_point):

@@ -16,7 +16,10 @@ from fla_kda_backend.reference import exact, gold
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
 CHUNKS = {"column_split": record16.CHUNK, "wy64": record64.CHUNK}  # tokens of a slot
 OWN = {"cu_dtype", "initial", "final", "segmented"}  # options that op adds to a plan's
-PLANS = {"column_split": {"arithmetic", "bv", "warps", "stages", "state_chunk"}, "wy64": {"max_ctas", "overlap", "replay"}}
+PLANS = {
+    "column_split": {"arithmetic", "bv", "warps", "stages", "state_chunk"},
+    "wy64": {"max_ctas", "overlap", "replay", "direct"},
+}
 ADDRESSES = ("q", "k", "v", "g", "beta", "a_log", "dt_bias", "initial_state", "final_state", "out", "cu_seqlens", "workspace",
              "carry_in", "carry_out", "states")  # fmt: skip
 STRIDES = tuple(f"{name}_{of}" for name in ("q", "k", "v", "g", "beta") for of in ("token", "head"))
@@ -66,6 +69,8 @@ def launch(spec, *arguments):
     assert not (options.get("replay") and (options["segmented"] or variant["states"])), "no replay in segments, or of states"
     assert not (options.get("overlap") and options["segmented"]), "all records must lie in the same launch"
     assert not options.get("overlap") or a.cu_seqlens == 0 or a.num_seqs == 1, "prepare must know every chunk's place in time"
+    assert not options.get("direct") or not (options["segmented"] or options["initial"] or options["replay"]
+                                             or {"gate", "gate_dtype", "l2norm", "states"} & given)  # fmt: skip
     assert options.get("arithmetic") != "exact" or (not given and a.qk_heads == a.heads), "FlashKDA's own call alone"
     assert variant["gate"] != "given" or variant["a_log"] is variant["dt_bias"] is None
     assert variant["a_log"] is not None or variant["gate"] != "softplus"

@@ -8,7 +8,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-SEQUENCES = ((1, 8192), (8, 1024), (64, 128))  # number and tokens of each: one long prompt, several, a large batch
+# Number and tokens of each: one long prompt, several, a large batch, and prompts of one chunk. Whatever a layer's heads, these
+# have every schedule and width of tasks that planning knows for them.
+SEQUENCES = ((1, 8192), (2, 4096), (4, 2048), (8, 1024), (16, 2048), (32, 256), (64, 128), (128, 64))
 STATES = ((False, True), (False, False), (True, True))  # initial state, final state: prefill, scoring, a prompt's next part
 OFFSETS = (None, "int32", "int64")  # dtype of cu_seqlens; FLA's layers make int32 of a padding mask
 LONGEST = 131072  # tokens of a prompt that --for counts on, where the model's own limit is more
@@ -33,16 +35,19 @@ class NoKDA(ValueError):
 
 
 IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
-USUAL = Layer(
-    heads=8,
-    value_heads=8,
-    dim=128,
-    value_dim=128,
-    flags={**dict.fromkeys((*IN_KERNEL, "safe_gate", "state_v_first"), True), "lower_bound": -5.0},
-    dtype="bfloat16",
-    gate_dtype="bfloat16",
-    beta_dtypes=("bfloat16",),
-    parameter_dtypes=("float32",),
+USUAL = tuple(
+    Layer(
+        heads=heads,
+        value_heads=heads,
+        dim=128,
+        value_dim=128,
+        flags={**dict.fromkeys((*IN_KERNEL, "safe_gate", "state_v_first"), True), "lower_bound": -5.0},
+        dtype="bfloat16",
+        gate_dtype="bfloat16",
+        beta_dtypes=("bfloat16",),
+        parameter_dtypes=("float32",),
+    )
+    for heads in (8, 32)  # between them, a single long prompt has every schedule
 )
 
 

@@ -1,8 +1,8 @@
 """`fla-kda compile`: fill a directory with compiled kernels, on any machine with the CuTe DSL; a GPU is not needed.
 
-Without --for: what FLA's KDA layers with a bounded gate call (see _calls.USUAL, SEQUENCES, STATES and OFFSETS): in auto and
-exact mode, with int32, int64 or no cu_seqlens, with and without initial and final state, from one long sequence to many
-short ones. Not among them: calls that would need more than 2 GiB of workspace.
+Without --for: what FLA's KDA layers with a bounded gate call (see _calls.USUAL, SEQUENCES, STATES and OFFSETS), whatever
+their number of heads: in auto and exact mode, with int32, int64 or no cu_seqlens, with and without initial and final state,
+from one long sequence to many short ones. Not among them: calls that would need more than 2 GiB of workspace.
 """
 
 import json
@@ -60,15 +60,16 @@ def needed_specs(archs, args):
     from . import _calls
 
     if args.model is None:
-        layer, sequences, modes = _calls.USUAL, _calls.SEQUENCES, ("auto", "exact")
+        layers, sequences, modes = _calls.USUAL, _calls.SEQUENCES, ("auto", "exact")
     else:
         layer, longest = _calls.layer_of(args.model)
+        layers = (layer,)
         whole = min(longest, _calls.LONGEST)
         sequences = (*_calls.SEQUENCES, (1, 512), (1, whole), (8, max(1, whole // 8)), (64, max(1, whole // 64)))
         modes = ("auto",)
     if args.mode is not None:
         modes = ("auto", "exact") if args.mode == "all" else (args.mode,)
-    specs, arguments = [], list(_calls.calls(layer, sequences))
+    specs, arguments = [], [call for layer in layers for call in _calls.calls(layer, sequences)]
     for arch in archs:
         found, refusals = _calls.specs_of(arguments, arch, args.sms or SM_COUNTS[arch], modes)
         specs += found

@@ -1,5 +1,6 @@
 """`fla-kda compile` and `fla-kda cache`."""
 
+import itertools
 import json
 import os
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 from calls import prefill
 
-from fla_kda_backend import cli, eligibility
+from fla_kda_backend import cli, eligibility, planning
 from fla_kda_backend.call import PARAMETERS
 from fla_kda_backend.cli import _calls, cache, compile, doctor
 from fla_kda_backend.compiling import KernelSpec, disk, linking, spec
@@ -38,11 +39,37 @@ def listed(capsys, *arguments):
 def test_the_usual_set(capsys):
     """As README says."""
     counts = {arch: len(listed(capsys, "--arch", arch)[1]) for arch in compile.SM_COUNTS}
-    assert counts == {"sm_90a": 45, "sm_100a": 54, "sm_103a": 54, "sm_120a": 54}
+    assert counts == {"sm_90a": 66, "sm_100a": 54, "sm_103a": 54, "sm_120a": 54}
     _, lines = listed(capsys, "--mode", "auto")
-    assert len(lines) == 18 and all(line.startswith("wy64 (") for line in lines)
-    for option in ("replay=True", "replay=False", "cu_dtype=int32", "cu_dtype=int64", "cu_dtype=None", "initial=fp32"):
+    assert len(lines) == 39 and all(line.startswith("wy64 (") for line in lines)
+    for option in ("replay=True", "replay=False", "cu_dtype=int32", "cu_dtype=int64", "cu_dtype=None", "initial=fp32",
+                   "direct=True"):  # fmt: skip
         assert any(option in line for line in lines), option
+
+
+HEADS = (*range(1, 68), 96, 128, 129, 160)
+PROMPTS = [(number, tokens) for number in (*range(1, 23), 33, 34, 66, 67, 100) for tokens in (1, 64, 65, 2047, 2048, 8192)]
+
+
+def schedules(layer, prompts):
+    """Plans of calls on an H200 and on a B200 as their specs see them, workspace aside."""
+    found = set()
+    for number, tokens in prompts:
+        tasks = number * layer.heads
+        for packed, fresh in itertools.product((False, True), repeat=2):
+            plan = planning.wy64(number * tokens, number, layer.heads, 132, packed, fresh=fresh)
+            found.add((packed, fresh, plan.options))
+        found |= {planning.column_split(name, tasks, 1, sms).options for name, sms in (("exact", 132), ("robust", 148))}
+    return found
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_prompts_that_are_counted_on_have_all_schedules(heads):
+    """Of a layer with so many heads; the usual set has them for any."""
+    layer = _calls.USUAL[0]._replace(heads=heads, value_heads=heads)
+    needed = schedules(layer, PROMPTS)
+    assert needed <= schedules(layer, _calls.SEQUENCES)
+    assert needed <= set.union(*(schedules(usual, _calls.SEQUENCES) for usual in _calls.USUAL))
 
 
 def test_all_archs_are_those_that_can_be_compiled_for(capsys):

@@ -45,6 +45,7 @@ KINDS = {
     "kimi": KIMI,
     "no parameters": Kind(a_log=None, dt_bias=None),
     "bf16 parameters": Kind(gate="softplus", a_log="bf16", dt_bias="bf16", beta="twice", cu_dtype="int32"),
+    "direct": Kind(beta="twice", a_log=None, initial=None, cu_dtype="int32"),
     "fp32 inputs": Kind(gate_dtype="fp32", beta_dtype="fp32", l2norm=False, initial=None),
     "no final state": Kind(gate="given", a_log=None, dt_bias=None, beta="given", final=None, cu_dtype="int64"),
 }
@@ -64,6 +65,28 @@ def test_every_kind_of_call(launched, kind, layout, family):
     assert (a.qk_heads, a.heads) == (2, 4)
     for name, key in (("a_log", "A_log"), ("dt_bias", "dt_bias"), ("initial_state", "initial_state")):
         assert (getattr(a, name) == 0) == (call[key] is None)
+
+
+@pytest.mark.parametrize("tokens, direct", [(0, False), (1, True), (64, True), (65, False)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_prompts_of_one_chunk_are_direct(launched, packed, tokens, direct):
+    call = prefill(1 if packed else 2, 2 * tokens if packed else tokens, 2, device="cpu", initial_state=None)
+    call["cu_seqlens"] = torch.tensor([0, 2 * tokens, 2 * tokens]) if packed else None
+    for name in (*TOKEN_AXIS, "A_log", "dt_bias"):
+        call[name].normal_()
+    found = run(call)
+    assert tokens == 0 or close(found, call, 2e-2)
+    assert [dict(spec.options).get("direct", False) for spec, _ in launched] == [direct] * len(launched)
+    assert not planning.plan(parse((), call | {"initial_state": torch.zeros(2, 2, 128, 128)}), INFERENCE).params.get("direct")
+
+
+def test_segments_run_on_the_kernel_of_calls_that_are_not_direct(launched, monkeypatch):
+    case = Case(KINDS["direct"], **SHORT)
+    parsed = parse((), call_of(case))
+    plan = planning.wy64(98, 3, 2, 132, True, {"beta": "twice", "a_log": None})
+    monkeypatch.setattr(op, "WORKSPACE_LIMIT", op.RECORDS["wy64"].workspace_bytes(1, 2))
+    whole = op.spec_of(parsed, plan)
+    assert op.spec_of(parsed, plan._replace(options=(*plan.options, ("direct", True)))) == whole
 
 
 @FAMILIES

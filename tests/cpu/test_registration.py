@@ -1,11 +1,15 @@
 """Registration with the installed FLA in fresh interpreters: import routes, by hand, switched off, child processes."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 from interpreters import result, run
+
+import fla_kda_backend
 
 STATE = """
 import fla_kda_backend._autoload as autoload
@@ -158,3 +162,38 @@ print(json.dumps(autoload.status()))
     assert cause in detail
     assert done.stderr.count("kda_cute is not registered with FLA") == 1
     assert cause in done.stderr
+
+
+# ---- what is imported with FLA ---------------------------------------------------------------------------------------
+PRELOAD = """
+import json, os, sys, torch
+from fla_kda_backend import facts, registration
+assert "tvm_ffi" not in sys.modules
+facts.device_facts = lambda device: ({capability}, 132)
+torch.cuda.is_initialized = lambda: {initialized}
+torch.cuda.is_available = torch.cuda._lazy_init = torch.cuda.device_count = lambda: 1 / 0  # nothing asks the driver
+{change}
+registration.preload()
+print(json.dumps([name in sys.modules for name in ("tvm_ffi", "fla_kda_backend.op", "cutlass")]))
+"""
+EXCHANGE = "torch.Tensor.__dlpack_c_exchange_api__ = None"
+NO_EXCHANGE = f"{EXCHANGE}; del torch.Tensor.__dlpack_c_exchange_api__"
+PRELOADS = {  # whether CUDA is in use, capability, a change, what tvm_ffi does; whether it and op are there then
+    "calls can run": (True, (9, 0), EXCHANGE, "", [True, True]),
+    "compiled only": (True, (12, 0), EXCHANGE, "", [True, True]),
+    "CUDA is not in use": (False, (9, 0), EXCHANGE, "", [False, False]),
+    "no such GPU": (True, (8, 0), EXCHANGE, "", [False, False]),
+    "ROCm": (True, None, EXCHANGE, "", [False, False]),
+    "switched off": (True, (9, 0), f"{EXCHANGE}; os.environ['FLA_KDA_CUTE'] = '0'", "", [False, False]),
+    "tvm_ffi would compile": (True, (9, 0), NO_EXCHANGE, "", [False, True]),
+    "tvm_ffi is broken": (True, (9, 0), EXCHANGE, "raise OSError('libtvm_ffi.so')", [False, True]),
+}
+
+
+@pytest.mark.parametrize("name", PRELOADS)
+def test_what_the_first_call_needs_is_imported_where_that_is_all_it_takes(name, tmp_path):
+    initialized, capability, change, tvm_ffi, expected = PRELOADS[name]
+    (tmp_path / "tvm_ffi.py").write_text(tvm_ffi)
+    script = PRELOAD.format(initialized=initialized, capability=capability, change=change)
+    paths = (tmp_path, Path(fla_kda_backend.__file__).parent.parent)
+    assert result(script, PYTHONPATH=os.pathsep.join(map(str, paths))) == [*expected, False]
