@@ -10,7 +10,8 @@ import statistics
 
 from fla_kda_backend import register
 from fla_kda_backend.cli._table import table
-from fla_kda_backend.kernels.shared import record16, record64
+from fla_kda_backend.kernels.column_split import record as record16
+from fla_kda_backend.kernels.wy64 import record as record64
 
 from . import cases, checks
 from .implementations import IMPLEMENTATIONS

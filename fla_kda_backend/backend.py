@@ -139,10 +139,8 @@ def decide_anew(args, kwargs):
 
 
 def consider(call, known):
-    """(Decision, Plan or None) on a call that can run here: whether it should, and whether this GPU is right."""
+    """(Decision, Plan or None) on a call that every rule accepts: whether its kernels are ready, and right on this GPU."""
     plan = planning.plan(call, known)
-    if not plan.should_run and config.COST.get():
-        return eligibility.Decision(False, "cost", plan.reason), None
     if config.COMPILE.get() == "background" and not config.STRICT.get():
         message = unready(call, plan, known)
         if message is not None:
@@ -158,13 +156,14 @@ def consider(call, known):
 def unready(call, plan, known):
     """Which kernel is still to be compiled before this call can run, in a sentence, or None. Whatever is, is begun."""
     from .compiling import ARCHS, background
-    from .op import spec_of
+    from .geometry import geometry
 
-    needed = [spec_of(call, plan)]
+    arch = ARCHS[known.capability]
+    needed = [geometry(call, plan, arch).spec]
     if known.capability in eligibility.COMPILED_ONLY:
         gate, mode = selfcheck.kind(plan)
         checked = parse((), selfcheck.case("meta", gate=gate))
-        needed.append(spec_of(checked, planning.plan(checked, known._replace(mode=mode)), arch=ARCHS[known.capability]))
+        needed.append(geometry(checked, planning.plan(checked, known._replace(mode=mode)), arch).spec)
     waiting = [spec for spec in needed if spec is not None and not background.ready(spec)]
     return f"compiling {waiting[0]} in the background" if waiting else None
 

@@ -12,7 +12,6 @@ from typing import Any
 logger = logging.getLogger("fla_kda_backend")
 
 SWITCH = {"1": True, "0": False}
-ON_OFF = {"on": True, "off": False}
 
 _warned = set()
 
@@ -120,12 +119,6 @@ UNTESTED = Variable(
     "1",
     "0: decline on GPUs that the kernels are compiled for but were never run on, without checking them first.",
 )
-COST = Variable(
-    "FLA_KDA_CUTE_COST",
-    ON_OFF,
-    "on",
-    "off: run every call that can run here, also where another implementation was measured to be faster.",
-)
 DETERMINISTIC = Variable(
     "FLA_KDA_CUTE_DETERMINISTIC",
     SWITCH,
@@ -152,7 +145,7 @@ COMPILE = Variable(
     "What a call does whose kernel must first be compiled. in_place: wait. background: run elsewhere until it is ready.",
 )
 
-VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, COST, DETERMINISTIC, CACHE_DIR, CACHE_MIB, COMPILE)
+VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, COMPILE)
 
 
 def cache_dir():

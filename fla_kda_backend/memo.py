@@ -12,7 +12,7 @@ from . import config, facts
 
 LIMIT = 256  # calls; the layers of a model agree, so few are in use at a time
 PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the same to everybody; float is not, see below
-DECIDING = (config.MODE, config.UNTESTED, config.COST)  # what is read only after the decision is not among them
+DECIDING = (config.MODE, config.UNTESTED)  # what is read only after the decision is not among them
 
 _verdicts: dict[tuple, object] = {}
 
@@ -68,7 +68,7 @@ def keep_recent(names, values, key, verdict):
         check = TensorGuards(*pick(values), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except Exception:
         return
-    _recent = names, key[0], key[1], key[2:6], rest, [*map(type, values)], rest(values), pick, check, verdict
+    _recent = names, key[0], key[1], key[2:5], rest, [*map(type, values)], rest(values), pick, check, verdict
 
 
 def fingerprint(names, values):
@@ -96,8 +96,8 @@ def fingerprint(names, values):
 
 def environment():
     """What else decides, as it is now: variables, and whether tensors may carry tangents."""
-    mode, untested, cost = DECIDING
-    return mode.raw(), untested.raw(), cost.raw(), facts.forward_ad_level()
+    mode, untested = DECIDING
+    return mode.raw(), untested.raw(), facts.forward_ad_level()
 
 
 def find(key):
@@ -110,7 +110,7 @@ def keep(key, verdict):
 
     Not if another thread has changed the environment since: the verdict may be that of another fingerprint.
     """
-    if environment() != key[2:6]:
+    if environment() != key[2:5]:
         return
     if len(_verdicts) >= LIMIT:
         _verdicts.clear()

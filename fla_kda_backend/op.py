@@ -1,7 +1,7 @@
-"""Run an accepted call: normalise its tensors, allocate, launch. The first module that reaches the kernels."""
+"""Run an accepted call: normalise its tensors, allocate, launch. The first module that reaches compiled kernels."""
 
 import contextlib
-import math
+from dataclasses import replace
 
 import torch
 
@@ -24,30 +24,13 @@ except ImportError:
     _deterministic, _empty_strided_cuda = torch.are_deterministic_algorithms_enabled, None
 
 from .compiling.library import launcher
-from .compiling.spec import ARCHS, KernelSpec
-from .kernels.shared import record16, record64
-from .planning import DTYPE_NAMES, WORKSPACE_LIMIT, column_split
+from .compiling.spec import ARCHS
+from .geometry import ALIGNMENT, DIM, STRIDED, Geometry, geometry, strides_of, workspace_bytes
+from .kernels.families import FAMILIES
+from .kernels.variant import DTYPE_NAMES, Variant
+from .planning import column_split
 
-DIM = 128
-LOG2E = 1.4426950408889634
-ALIGNMENT = 16  # bytes; the kernels' vector accesses need it
-RECORDS = {"column_split": record16, "wy64": record64}  # layout of each family's workspace
-STRIDED = {"column_split": False, "wy64": True}  # whether its kernels take the strides of q, k, v, g and beta
-CU_NAMES = {torch.int32: "int32", torch.int64: "int64"}
-
-
-def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_split", replay=False):
-    """Bytes of workspace that a call allocates.
-
-    tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). "column_split": a record of
-    13,888 bytes for each 16-token chunk and head; "wy64": 71,184 bytes for each 64-token chunk and head, with replay (as
-    the call's plan says) 65,536 more for every 16th. At most WORKSPACE_LIMIT, or one chunk of every head where that is more.
-    """
-    record = RECORDS[kernel]
-    slots = record.slots(tokens, num_sequences, seq_len)
-    segment = _slots_a_segment(record, slots, heads)
-    return record.workspace_bytes(segment, heads, replay and segment == slots)  # segments exclude replay
-
+__all__ = ["Launch", "fwd", "into", "prepare", "run", "workspace_bytes"]
 
 def run(call, plan):
     """Run an eligibility.Call under its Plan.
@@ -63,19 +46,9 @@ def run(call, plan):
     return prepare(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
 
 
-def prepare(call, plan, **how):
+def prepare(call, plan):
     """The Launch that runs an eligibility.Call under its Plan, and every other call with the same metadata."""
-    return Launch(call, plan, torch.float32 if call.output_final_state else None, **how)
-
-
-def spec_of(call, plan, arch=None):
-    """The KernelSpec that an eligibility.Call launches under its Plan, or None where it launches nothing.
-
-    Metadata alone: with an arch (the device's otherwise) tensors on the meta device will do.
-    """
-    asked_for = []
-    prepare(call, plan, arch=arch, find=asked_for.append)
-    return asked_for[0] if asked_for else None
+    return Launch(geometry(call, plan, ARCHS[torch.cuda.get_device_capability(call.q.device)]))
 
 
 def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None):
@@ -97,9 +70,10 @@ def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state
     """
     _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
     call = Call(q, k, v, g, beta, scale, initial_state, use_gate_in_kernel=True, lower_bound=lower_bound,
-                cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)  # fmt: skip
+                cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, use_qk_l2norm_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True, state_v_first=True)  # fmt: skip
     sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    into(call, column_split("exact", call.num_sequences, call.heads, sm_count), out, final_state)
+    into(call, column_split("exact", call.num_sequences, call.heads, sm_count, Variant.of(call)), out, final_state)
 
 
 # ---- checks of fwd -------------------------------------------------------------------------------------------------
@@ -138,7 +112,7 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
     sequences = batch
     if cu_seqlens is not None:
         require(batch == 1, f"with cu_seqlens the batch must be 1, got {batch}")
-        require(cu_seqlens.dtype in CU_NAMES, f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        require(cu_seqlens.dtype in (torch.int32, torch.int64), f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
         require(
             cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2,
             f"cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}",
@@ -149,7 +123,7 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
         if x is not None:
             shape = [sequences, heads, DIM, DIM]
             require(list(x.shape) == shape, f"{name} must be [N, H, V, K] = {shape}, got {list(x.shape)}")
-            require(x.dtype in DTYPE_NAMES, f"{name} must be float32 or bfloat16, got {x.dtype}")
+            require(x.dtype in (torch.float32, torch.bfloat16), f"{name} must be float32 or bfloat16, got {x.dtype}")
     for name in ("out", "final_state"):
         x = tensors.get(name)
         require(x is None or x.is_contiguous(), f"{name} must be contiguous, got strides {x is not None and x.stride()}")
@@ -160,65 +134,28 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
-def _slots_a_segment(record, slots, heads):
-    return max(1, min(slots, WORKSPACE_LIMIT // record.workspace_bytes(1, heads)))
-
-
 def into(call, plan, out, final_state, states=None):
     """Run a call under a plan, with results in given tensors; final_state fp32, bf16 or None."""
-    launch = Launch(call, plan, None if final_state is None else final_state.dtype)
+    final = None if final_state is None else DTYPE_NAMES[str(final_state.dtype)]
+    launch = prepare(call, plan._replace(variant=replace(plan.variant, final_state=final)))
     launch.into(out, final_state, states, *(getattr(call, name) for name in DEVICE_INPUTS))
 
 
 class Launch:
-    """What the launches of a call owe to its metadata, strides included. Called with its tensors, it keeps none of them."""
+    """Runs the calls of one Geometry. Called with a call's tensors, it keeps none of them."""
 
-    def __init__(self, call, plan, final, arch=None, find=None):
-        """`find` gives the function that launches a spec, `launcher` if None; arch is the device's if None."""
-        batch, length, qk_heads, _ = call.q.shape
-        heads, num_sequences = call.heads, call.num_sequences
-        packed = call.cu_seqlens is not None
-        device = self.device = call.q.device
-        self.index = device.index
-        chosen = dict(plan.options)
-        self.shape = batch, length, heads, DIM
-        self.out = _contiguous(self.shape, torch.bfloat16)
-        self.final_state = None if final is None else _contiguous((num_sequences, heads, DIM, DIM), torch.float32)
-        self.states, self.chunk_size, self.rows = chosen.get("states", False), int(call.chunk_size), None
-        if not packed or call.use_graph:
-            self.rows = -(-length // self.chunk_size) + (num_sequences - 1 if packed else 0)
-        self.fast_empty = _empty_strided_cuda if device.type == "cuda" else None
-        record = RECORDS[plan.kernel]
-        slots = record.slots(batch * length, num_sequences, None if packed else length)
-        self.kernels = None  # launches them; None: no token and no packed sequence, nothing to launch
-        if slots == 0 or heads == 0:
-            return
-        segment = _slots_a_segment(record, slots, heads)
-        segmented = segment < slots
-        self.carries = (2, heads, DIM, DIM) if segmented else None
-        options = (
-            *plan.options,
-            ("cu_dtype", CU_NAMES[call.cu_seqlens.dtype] if packed else None),
-            ("final", None if final is None else DTYPE_NAMES[final]),
-            ("initial", None if call.initial_state is None else DTYPE_NAMES[call.initial_state.dtype]),
-            ("segmented", segmented),
-        )
-        spec = _specs.get((plan.kernel, device.index, options, arch)) or _spec(plan.kernel, device, options, arch)
-        self.kernels = (find or launcher)(spec)
-        size = record.workspace_bytes(segment, heads, ("replay", True) in spec.options)
-        self.workspace = _contiguous((size,), torch.uint8)
-        gate = chosen.get("gate", "bounded")
-        gate_scale = float(call.lower_bound) * LOG2E if gate == "bounded" else 0.0
-        self.settings = float(call.scale), gate_scale, length, num_sequences, qk_heads, heads
-        self.segments = [(begin, min(begin + segment, slots)) for begin in range(0, slots, segment)]
-        self.no_parameters = gate == "given"  # what is given as A_log and dt_bias is then not looked at
-        strided = [reading(x, STRIDED[plan.kernel]) for x in (call.q, call.k, call.v, call.g, call.beta)]
-        parameters = (None, None) if self.no_parameters else (call.A_log, call.dt_bias)
-        others = (call.initial_state, call.cu_seqlens, *parameters)
-        self.readings = strided + [reading_whole(x) for x in others]  # as of DEVICE_INPUTS
-        as_they_are = [as_it_is for as_it_is, _, _ in self.readings]
-        self.told = None if None in as_they_are else sum(as_they_are, ())
-        self.unaligned_beta = strided[-1][2]
+    def __init__(self, of: Geometry):
+        """Loads or compiles the kernels; raises whatever that raises."""
+        self.geometry = of
+        self.device, self.index = of.device, of.device.index
+        self.out, self.final_state, self.workspace, self.carries = of.out, of.final_state, of.workspace, of.carries
+        self.segments, self.ignores_gate_parameters = of.segments, of.ignores_gate_parameters
+        self.fast_empty = _empty_strided_cuda if of.device.type == "cuda" else None
+        self.kernels = None if of.spec is None else launcher(of.spec)
+        if of.spec is not None:
+            self.addresses = FAMILIES[of.spec.family].addresses
+            self.needs_copy = any(reading.as_it_is is None for reading in of.readings)
+            self.beta_alignment = of.readings[STRIDED.index("beta")].alignment
 
     def __call__(self, *inputs):
         """(out, final_state or None), and states where they are asked for, of DEVICE_INPUTS and cu_seqlens_cpu."""
@@ -228,20 +165,20 @@ class Launch:
         empty = self._allocator()
         out = empty(*self.out)
         final_state = None if self.final_state is None else empty(*self.final_state)
-        if not self.states:
+        if self.geometry.state_chunk is None:
             self._launch(empty, out, final_state, None, inputs[:-1])
             return out, final_state
-        rows = self.rows
+        rows = self.geometry.state_rows
         if rows is None:
             on_the_host = inputs[-1]
             rows = self._count_chunks(inputs[DEVICE_INPUTS.index("cu_seqlens")] if on_the_host is None else on_the_host)
-        batch, _, heads, _ = self.shape
+        batch, _, heads, _ = self.out.shape
         states = torch.empty(batch, rows, heads, DIM, DIM, dtype=torch.bfloat16, device=self.device)
         self._launch(empty, out, final_state, states, inputs[:-1])
         return out, final_state, states
 
     def into(self, out, final_state, states, *inputs):
-        """The same of DEVICE_INPUTS into given tensors, final_state of the dtype that was announced."""
+        """The same of DEVICE_INPUTS into given tensors, final_state of the variant's dtype."""
         with _on(self.device):
             self._launch(self._allocator(), out, final_state, states, inputs)
 
@@ -251,7 +188,7 @@ class Launch:
                 initial_state = inputs[DEVICE_INPUTS.index("initial_state")]
                 final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
             return
-        if self.no_parameters:
+        if self.ignores_gate_parameters:
             inputs = *inputs[:-2], None, None
         # One by one: in a loop they take twice the time.
         q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = inputs
@@ -260,38 +197,51 @@ class Launch:
         cu_seqlens = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
         A_log = 0 if A_log is None else A_log.data_ptr()
         dt_bias = 0 if dt_bias is None else dt_bias.data_ptr()
-        told, copies = self.told, ()
+        segments, copies = self.segments, ()
         unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT
-        if unaligned or told is None or beta & self.unaligned_beta:
-            copies, told, (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) = self._copy(inputs)
-        final_address = 0 if final_state is None else final_state.data_ptr()
-        states_address = 0 if states is None else states.data_ptr()
+        if unaligned or self.needs_copy or beta & self.beta_alignment:
+            copies, segments, (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) = self._copy(inputs)
         workspace = empty(*self.workspace)
         carry_in = carry_out = 0
         if self.carries is not None:
-            carries = torch.empty(*self.carries, dtype=torch.float32, device=self.device)
+            carries = empty(*self.carries)
             carry_in, carry_out = carries[0].data_ptr(), carries[1].data_ptr()
         stream = _stream_handle(self.index)
-        for begin, end in self.segments:
-            self.kernels(q, k, v, g, beta, A_log, dt_bias, initial_state, final_address, out.data_ptr(), cu_seqlens,
-                         workspace.data_ptr(), carry_in, carry_out, states_address, *told, *self.settings, begin, end,
-                         stream)  # fmt: skip
+        for numbers in segments:
+            addresses = self.addresses(
+                q=q,
+                k=k,
+                v=v,
+                g=g,
+                beta=beta,
+                a_log=A_log,
+                dt_bias=dt_bias,
+                initial_state=initial_state,
+                final_state=0 if final_state is None else final_state.data_ptr(),
+                out=out.data_ptr(),
+                cu_seqlens=cu_seqlens,
+                workspace=workspace.data_ptr(),
+                carry_in=carry_in,
+                carry_out=carry_out,
+                intermediate_states=0 if states is None else states.data_ptr(),
+            )
+            self.kernels(*addresses, *numbers, stream)
             carry_in, carry_out = carry_out, carry_in
 
     def _copy(self, inputs):
-        """(copies, what is told of strides, addresses), where what cannot be read where it lies is copied."""
-        copies, told, addresses = [], (), []
-        for x, (as_it_is, as_a_copy, unaligned) in zip(inputs, self.readings):
+        """(copies, segments, addresses), where what cannot be read where it lies is copied."""
+        copies, strides, addresses = [], {}, []
+        for name, x, (as_it_is, as_a_copy, alignment) in zip(DEVICE_INPUTS, inputs, self.geometry.readings):
             address = 0 if x is None else x.data_ptr()
-            if as_it_is is None or address & unaligned:
+            if as_it_is is None or address & alignment:
                 copies.append(x.clone(memory_format=torch.contiguous_format))
-                address, as_it_is = copies[-1].data_ptr(), as_a_copy
-            told += as_it_is
+                address = copies[-1].data_ptr()
+                strides |= strides_of(name, as_a_copy)
             addresses.append(address)
-        return copies, told, addresses
+        return copies, [numbers._replace(**strides) for numbers in self.segments], addresses
 
     def _allocator(self):
-        """Gives tensors of undefined content, from (shape, strides, dtype), on the current device, which must be ours."""
+        """Gives tensors of undefined content, from an Allocation, on the current device, which must be ours."""
         if self.fast_empty is not None and not _deterministic():
             return self.fast_empty
         # Where torch is to be deterministic, this fills them.
@@ -303,62 +253,9 @@ class Launch:
             with _on(self.device):
                 if torch.cuda.is_current_stream_capturing():  # which a wait would end
                     raise RuntimeError("cannot count chunks of cu_seqlens in a graph: give cu_seqlens_cpu, or use_graph=True")
-        tokens = self.shape[1]
+        tokens, chunk = self.out.shape[1], self.geometry.state_chunk
         inside = [max(min(offset, tokens), 0) for offset in offsets.tolist()]
-        return sum(-(-max(end - first, 0) // self.chunk_size) for first, end in zip(inside, inside[1:]))
-
-
-def reading(x, strided):
-    """How a kernel that takes strides, or one that does not, can read x [B, T, heads] or [B, T, heads, 128].
-
-    Returns (what it is told of x, what it is told of a contiguous copy, bits of the address that must be 0): (token stride,
-    head stride) in elements of x as [B * T, heads, ..], or nothing; None in the first place: it can only read a copy.
-    Rows of 128 are read 16 bytes at a time; single numbers, of beta, one by one where strides are taken.
-    """
-    batch, length, heads, *width = x.shape
-    of_batch, token, head, *inner = x.stride()
-    size = width[0] if width else 1
-    whole = heads * size, size
-    # The stride of a dimension of one element means nothing.
-    if heads == 1:
-        head = size
-    if batch * length == 1:
-        token = whole[0]
-    elif length == 1:
-        token = of_batch
-    one_stride = batch == 1 or length == 1 or of_batch == length * token
-    if not strided:
-        contiguous = one_stride and (token, head) == whole and inner in ([], [1])
-        return () if contiguous else None, (), ALIGNMENT - 1
-    if not width:
-        return (token, head) if one_stride else None, whole, 0
-    steps = [stride * x.element_size() for stride in (token, head)]  # 0 where x is expanded: the copy engine takes none
-    rows = one_stride and inner == [1] and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
-    return (token, head) if rows else None, whole, ALIGNMENT - 1
-
-
-def reading_whole(x):
-    """The same of an input of which no kernel takes strides; x may be None."""
-    return () if x is None or x.is_contiguous() else None, (), ALIGNMENT - 1
-
-
-def _contiguous(shape, dtype):
-    """What an allocator is told: (shape, strides, dtype)."""
-    return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype
-
-
-_specs: dict[tuple, KernelSpec] = {}
-
-
-def _spec(kernel, device, options, arch):
-    """The spec of a variant on a device; segments exclude replay, overlap and direct, which need all chunks in one launch."""
-    chosen = dict(options)
-    if chosen["segmented"]:
-        chosen |= {name: False for name in ("replay", "overlap") if name in chosen}
-        chosen.pop("direct", None)  # a default, as in the plan of a call that is not direct
-    spec = KernelSpec.of(kernel, arch or ARCHS[torch.cuda.get_device_capability(device)], **chosen)
-    _specs[kernel, device.index, options, arch] = spec
-    return spec
+        return sum(-(-max(end - first, 0) // chunk) for first, end in zip(inside, inside[1:]))
 
 
 def _on(device):

@@ -50,8 +50,7 @@ def decision(device, plan, facts, run, reference):
 
 def kind(plan):
     """(kind of gate, mode) of the case that stands for a plan's calls: it runs on the plan's own kernels."""
-    options = dict(plan.options)
-    return options.get("gate", planning.FLASHKDA["gate"]), "exact" if options.get("arithmetic") == "exact" else "auto"
+    return plan.variant.gate, "exact" if getattr(plan.schedule, "arithmetic", None) == "exact" else "auto"
 
 
 def _decide(device, gate, facts, run, reference):

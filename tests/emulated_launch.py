@@ -10,7 +10,8 @@ import torch
 
 from fla_kda_backend import op, planning
 from fla_kda_backend.compiling import ARCHS
-from fla_kda_backend.kernels.shared import record16, record64
+from fla_kda_backend.kernels.column_split import record as record16
+from fla_kda_backend.kernels.wy64 import record as record64
 from fla_kda_backend.reference import exact, gold
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}

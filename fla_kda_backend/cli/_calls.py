@@ -124,9 +124,10 @@ def _call(layer, number, tokens, initial, final, offsets, beta, parameters):
 
 def specs_of(arguments, arch, sm_count, modes):
     """(specs, refusals) of calls on an arch: {KernelSpec: None} in order, and {(code, message): how many calls}."""
-    from .. import eligibility, op, planning
+    from .. import eligibility, planning
     from ..compiling import ARCHS
     from ..facts import Facts
+    from ..geometry import geometry
 
     capability = next(capability for capability, name in ARCHS.items() if name == arch)
     specs, refusals = {}, {}
@@ -135,6 +136,6 @@ def specs_of(arguments, arch, sm_count, modes):
         accepted, code, message = eligibility.check(call, known)
         if not accepted:
             refusals[code, message] = refusals.get((code, message), 0) + 1
-        elif (spec := op.spec_of(call, planning.plan(call, known), arch)) is not None:
+        elif (spec := geometry(call, planning.plan(call, known), arch).spec) is not None:
             specs[spec] = None
     return specs, refusals

@@ -17,7 +17,7 @@ def main(folder):
         family, arch, options = json.loads(line)
         begin = time.perf_counter()
         try:
-            export(KernelSpec(family, arch, tuple(map(tuple, options))), folder)
+            export(KernelSpec.of(family, arch, **dict(options)), folder)
             failure = None
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"

@@ -6,9 +6,10 @@ import tempfile
 import threading
 from typing import Any, NamedTuple
 
+from ..kernels import arguments
+from ..kernels.families import FAMILIES
 from . import linking
 from .disk import Directory
-from .spec import FAMILIES
 
 _one_at_a_time = threading.RLock()  # the DSL's tracer keeps global state
 
@@ -33,15 +34,21 @@ def build(spec, keep=True):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_stream
 
-        module, name = FAMILIES[spec.family]
-        kernel = getattr(importlib.import_module(module), name)(**dict(spec.options))
-        make = {"l": cutlass.Int64, "f": cutlass.Float32, "i": cutlass.Int32}
-        arguments = [make[letter](1) for letter in kernel.arguments]
+        family = FAMILIES[spec.family]
+        module, name = family.kernel
+        kernel = getattr(importlib.import_module(module), name)(spec.variant, spec.schedule)
+        made_of = {
+            arguments.Address: cutlass.Int64,
+            arguments.Stride: cutlass.Int64,
+            arguments.Real: cutlass.Float32,
+            arguments.Count: cutlass.Int32,
+        }
+        placeholders = [made_of[kind](1) for kind in arguments.kinds(family.addresses, family.numbers)]
         options = f"--gpu-arch {spec.arch} --enable-tvm-ffi"
         with tempfile.TemporaryDirectory() as folder:
             if keep:
                 options += f" --keep-ptx --keep-cubin --dump-dir {folder}"
-            function = cute.compile(kernel, *arguments, make_fake_stream(), options=options)
+            function = cute.compile(kernel, *placeholders, make_fake_stream(), options=options)
             artifacts = function.artifacts if keep else None
             return Artifact(
                 function,

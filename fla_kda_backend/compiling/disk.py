@@ -22,6 +22,7 @@ MAGIC = b"flakda1\n"
 TRAILER = struct.Struct("<32sQQ8s")  # sha256 of what is before, bytes of library, bytes of description, MAGIC
 SUFFIX = ".so"
 DAY = 86400
+STALE = "stale: of another version of this package"
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 
 
@@ -41,7 +42,7 @@ class Entry(NamedTuple):
     @property
     def spec(self):
         family, arch, options = (self.description[name] for name in ("family", "arch", "options"))
-        return KernelSpec(family, arch, tuple(map(tuple, options)))
+        return KernelSpec.of(family, arch, **dict(options))
 
 
 def pack(library, spec, **more):
@@ -206,9 +207,11 @@ class Directory:
             size, used = status.st_size, status.st_mtime
             _, description = unpack(self._content(folder, name))
             if Entry(path, size, used, description, None).spec.key != description["key"]:
-                problem = "stale: of another version of this package"
-        except (Unusable, OSError, KeyError) as error:
+                problem = STALE
+        except (Unusable, OSError) as error:
             problem = str(error)
+        except (KeyError, TypeError, ValueError):  # options that no kernel of this version has
+            problem = STALE
         return Entry(path, size, used, description, problem)
 
 

@@ -6,27 +6,45 @@ import importlib.metadata
 import os
 import platform
 import re
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 from .. import __version__
+from ..kernels.families import FAMILIES
+from ..kernels.variant import Variant
 
-FAMILIES = {  # module and class of the kernel
-    "column_split": ("fla_kda_backend.kernels.column_split", "ColumnSplit"),
-    "wy64": ("fla_kda_backend.kernels.wy64", "WY64"),
-}
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}  # by compute capability
 
 
-class KernelSpec(NamedTuple):
-    """One compiled variant: family names the class that builds it, options are that class's arguments, sorted by name."""
+@dataclass(frozen=True)
+class KernelSpec:
+    """One compiled variant of a family of families.FAMILIES for one architecture.
+
+    Raises:
+        ValueError: the schedule does not fit the variant.
+    """
 
     family: str
     arch: str
-    options: tuple[tuple[str, object], ...]
+    variant: Variant
+    schedule: Any  # the family's Schedule
+
+    def __post_init__(self):
+        self.schedule.check(self.variant)
 
     @classmethod
-    def of(cls, family, arch, **options):
-        return cls(family, arch, tuple(sorted(options.items())))
+    def of(cls, family: str, arch: str, **options: Any) -> "KernelSpec":
+        """From those options, fields of Variant and of the family's Schedule, that differ from the defaults."""
+        asked = {name: options.pop(name) for name in _names(Variant) if name in options}
+        return cls(family, arch, Variant(**asked), FAMILIES[family].schedule(**options))
+
+    @functools.cached_property
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """What `of` takes: the fields that differ from the defaults, sorted by name."""
+        found = {}
+        for part in (self.variant, self.schedule):
+            found |= {f.name: value for f in fields(part) if (value := getattr(part, f.name)) != f.default}
+        return tuple(sorted(found.items()))
 
     @property
     def name(self):
@@ -38,7 +56,8 @@ class KernelSpec(NamedTuple):
     @property
     def key(self):
         """Hash of everything that changes the generated code: the variant, this package's version, the kernel's sources."""
-        return hashlib.sha256(repr((tuple(self), __version__, source_hash(self.family))).encode()).hexdigest()
+        everything = self.family, self.arch, self.options, __version__, source_hash(self.family)
+        return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     @property
     def stem(self):
@@ -61,57 +80,27 @@ def dsl_version():
 
 
 @functools.cache
-def source_hash(family):
-    """Hash of builder, linking, and of the family's module with every module of kernels/ that it imports, directly or not."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    files = _kernels(root)
-    own = (f"fla_kda_backend/compiling/{name}.py" for name in ("builder", "linking"))
-    contents = {name: _read(root, name) for name in own}
-    waiting = [files[FAMILIES[family][0]]]
-    while waiting:
-        name = waiting.pop()
-        if name not in contents:
-            contents[name] = _read(root, name)
-            waiting += [files[module] for module in _imported(contents[name]) if module in files]
+def source_hash(family: str) -> str:
+    """Hash of what a family is compiled from: its folder, the modules that all families share, builder and linking."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    kernels, compiling = os.path.join(root, "kernels"), os.path.join(root, "compiling")
+    paths = [os.path.join(compiling, name) for name in ("builder.py", "linking.py")]
+    paths += [entry.path for entry in os.scandir(kernels)]
+    paths += [os.path.join(folder, name) for folder, _, names in os.walk(os.path.join(kernels, family)) for name in names]
     digest = hashlib.sha256()
-    for name, content in sorted(contents.items()):
-        digest.update(name.encode() + b"\0" + content + b"\0")
+    for path in sorted(path for path in paths if path.endswith(".py")):
+        with open(path, "rb") as file:
+            digest.update(os.path.relpath(path, root).replace(os.sep, "/").encode() + b"\0" + file.read() + b"\0")
     return digest.hexdigest()
 
 
-def _read(root, name):
-    with open(os.path.join(root, name), "rb") as file:
-        return file.read()
-
-
-def _kernels(root):
-    """Module of kernels/ -> its file, from the root."""
-    files = {}
-    for folder, _, names in os.walk(os.path.join(root, "fla_kda_backend", "kernels")):
-        for name in names:
-            if name.endswith(".py") and name != "__init__.py":
-                path = os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
-                files[path.removesuffix(".py").replace("/", ".")] = path
-    return files
-
-
-# Parsing the files for real would be most of a warm first call's time. Comments that look like this do no harm.
-_IMPORT = re.compile(rb"^[ \t]*from[ \t]+(fla_kda_backend\.kernels[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
-
-
-def _imported(source):
-    """Modules that a kernel's source imports from kernels/, and names that may be modules."""
-    names = []
-    for module, imported in _IMPORT.findall(source):
-        module = module.decode()
-        names += [module, *(f"{module}.{name.decode()}" for name in re.findall(rb"\w+", imported))]
-    return names
+def _names(part: type) -> list[str]:
+    return [field.name for field in fields(part)]
 
 
 def specs_for_demo(arch="sm_90a"):
     """The kernels of the demo's call: those of auto mode on this arch, where it has its own, and the column split's two."""
     column_split = [
-        KernelSpec.of("column_split", arch, arithmetic=arithmetic, bv=32, warps=4, initial="fp32")
-        for arithmetic in ("exact", "robust")
+        KernelSpec.of("column_split", arch, arithmetic=arithmetic, initial_state="fp32") for arithmetic in ("exact", "robust")
     ]
-    return [KernelSpec.of("wy64", arch, initial="fp32"), *column_split] if arch == "sm_90a" else column_split
+    return [KernelSpec.of("wy64", arch, initial_state="fp32"), *column_split] if arch == "sm_90a" else column_split

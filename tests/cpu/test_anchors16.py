@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
-from fla_kda_backend.kernels.shared.anchors16 import LEVELS, rank, token_of  # noqa: E402
-from fla_kda_backend.kernels.shared.inputs16 import LOG2_1P, InputOptions  # noqa: E402
-from fla_kda_backend.kernels.shared.record16 import CHUNK  # noqa: E402
+from fla_kda_backend.kernels.column_split.inputs import LOG2_1P, InputOptions  # noqa: E402
+from fla_kda_backend.kernels.column_split.levels import LEVELS, rank, token_of  # noqa: E402
+from fla_kda_backend.kernels.column_split.record import CHUNK  # noqa: E402
 
 
 def test_every_pair_of_tokens_is_an_entry_of_one_level():

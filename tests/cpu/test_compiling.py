@@ -51,7 +51,7 @@ def test_options_are_those_of_the_kernel():
     """Whatever the class can be told is in the key, so nothing that changes code is left out of it."""
     interpreters.result(
         "import inspect, json, sys\n"
-        "from fla_kda_backend.kernels.column_split import ColumnSplit\n"
+        "from fla_kda_backend.kernels.column_split.launch import ColumnSplit\n"
         "options = set(inspect.signature(ColumnSplit.__init__).parameters) - {'self', 'stages'}\n"
         "assert options == set(sys.argv[1:]), options\n"
         "ColumnSplit(**dict.fromkeys(['final']))\n"

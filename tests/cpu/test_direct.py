@@ -10,7 +10,10 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
-from fla_kda_backend.kernels.shared import prepare_direct, prepare_loads, prepare_steps, record64  # noqa: E402
+from fla_kda_backend.kernels.wy64 import record as record64  # noqa: E402
+from fla_kda_backend.kernels.wy64.prepare import direct as prepare_direct  # noqa: E402
+from fla_kda_backend.kernels.wy64.prepare import loads as prepare_loads
+from fla_kda_backend.kernels.wy64.prepare import steps as prepare_steps
 
 ROWS, HEADS, TOKEN, SEQ, HEAD = 50, 3, 7, 2, 1
 PLAN, OUT, FINAL = 1 << 30, 1 << 32, 1 << 33  # addresses

@@ -8,8 +8,11 @@ pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
 from fla_kda_backend import planning  # noqa: E402
 from fla_kda_backend.kernels import chain_replay_wy64, chain_wy64, prepare_wy64  # noqa: E402
-from fla_kda_backend.kernels.shared import groups, prepare_teams, record64, wy64  # noqa: E402
-from fla_kda_backend.kernels.shared.chain_pair import CTAS  # noqa: E402
+from fla_kda_backend.kernels.wy64 import groups  # noqa: E402
+from fla_kda_backend.kernels.wy64 import record as record64
+from fla_kda_backend.kernels.wy64 import tasks as wy64
+from fla_kda_backend.kernels.wy64.cluster import CTAS  # noqa: E402
+from fla_kda_backend.kernels.wy64.prepare import teams as prepare_teams  # noqa: E402
 
 TEAMS, TEAM, CHUNK = prepare_teams.TEAMS, prepare_teams.TEAM, record64.CHUNK
 

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fla_kda_backend
 from fla_kda_backend import op, planning
 from fla_kda_backend.call import parse
-from fla_kda_backend.kernels.shared import record16, record64
+from fla_kda_backend.kernels.column_split import record as record16
+from fla_kda_backend.kernels.wy64 import record as record64
 from fla_kda_backend.reference import exact
 
 bf16, fp32 = torch.bfloat16, torch.float32

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fla_kda_backend.kernels.shared import record64
+from fla_kda_backend.kernels.wy64 import record as record64
 
 
 def chunk_slots(lengths):

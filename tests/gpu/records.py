@@ -3,7 +3,7 @@
 import torch
 
 from fla_kda_backend import op
-from fla_kda_backend.kernels.shared import record16
+from fla_kda_backend.kernels.column_split import record as record16
 from fla_kda_backend.reference import exact
 
 

@@ -6,7 +6,7 @@ from gpu import specs
 from gpu.launching import finish, right, run, same
 from kda_inputs import random_inputs
 
-from fla_kda_backend.kernels.shared import record64
+from fla_kda_backend.kernels.wy64 import record as record64
 
 pytestmark = pytest.mark.gpu
 STRETCH = record64.EVERY * record64.CHUNK  # tokens between two checkpoints of the replay

@@ -11,7 +11,7 @@ from gpu.launching import auto_plan, beside_triton, errors, finish, precise, rig
 from kda_inputs import REGIMES, TOKEN_AXIS, of_heads, random_inputs, regime, sequence
 
 from fla_kda_backend import op, planning
-from fla_kda_backend.kernels.shared import record64
+from fla_kda_backend.kernels.wy64 import record as record64
 
 pytestmark = pytest.mark.gpu
 HEADS = 2  # FLA tunes its kernels anew for every number of heads

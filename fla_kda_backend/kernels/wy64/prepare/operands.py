@@ -8,8 +8,8 @@ column, which is exact, before the halves meet. A row's factor depends on nothin
 
 from cutlass import Int32
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.prepare_steps import POWERS
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.prepare.steps import POWERS
 
 # Pairs of bf16: the bits of the exponents; their sum for x and 1 / x; what a factor of 2^14 adds; and 2^-112, the least that
 # a row's largest element is taken for, for its factor to be finite and the inverse no denormal

@@ -18,8 +18,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.record16 import BETA, CHUNK, K_END, K_START, Q_START, ROW_BYTES, SCORES
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.column_split.record import BETA, CHUNK, K_END, K_START, Q_START, ROW_BYTES, SCORES
 
 LEVELS = 4
 UPPER = 0  # rows 0 to 7 keys, 8 to 15 queries, of the level's upper tokens in their order

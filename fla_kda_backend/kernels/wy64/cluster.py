@@ -42,7 +42,7 @@ Data come through `full` only, from the copy engine to the waiting thread.
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from fla_kda_backend.kernels.shared import ptx
+from fla_kda_backend.kernels import ptx
 
 CTAS = 2
 BOTH = (1 << CTAS) - 1  # multicast mask

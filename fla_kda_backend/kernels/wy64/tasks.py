@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.record64 import (
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.record import (
     CHUNK,
     EVERY,
     FLAG_BYTES,

@@ -35,11 +35,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.anchors16 import LEVEL_BYTES, LEVELS, Anchors16
-from fla_kda_backend.kernels.shared.inputs16 import FLASHKDA, Inputs16
-from fla_kda_backend.kernels.shared.record16 import (
-    ARITHMETICS,
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.column_split.inputs import Inputs16
+from fla_kda_backend.kernels.column_split.levels import LEVEL_BYTES, LEVELS, Anchors16
+from fla_kda_backend.kernels.column_split.record import (
     BETA,
     CHUNK,
     DECAY,
@@ -55,17 +54,12 @@ from fla_kda_backend.kernels.shared.record16 import (
 
 
 class PrepareChunk16(Inputs16, Anchors16):
-    """Compile-time facts: the setting of the arithmetic, the dtype of cu_seqlens (None: equal lengths), InputOptions."""
+    """Compile-time facts: those of the Variant; of the Schedule, its arithmetic."""
 
-    def __init__(self, arithmetic="exact", cu_dtype=None, options=FLASHKDA):
-        if arithmetic not in ARITHMETICS or cu_dtype not in sequences.CU_DTYPES:
-            raise ValueError(f"unsupported: arithmetic={arithmetic!r}, cu_dtype={cu_dtype!r}")
-        if arithmetic == "exact" and options != FLASHKDA:
-            raise ValueError(f"the exact arithmetic takes FlashKDA's call only, not {options}")
-        self.robust, self.cu_dtype, self.options = arithmetic == "robust", cu_dtype, options
-        # whether 2^-c, times the elements of k^, may leave the range of bf16
-        self.anchored = options.gate != "bounded" or not options.l2norm
-        self.ctas_per_sm = 4 if self.anchored else 8 if options.gate_dtype == "bf16" else 6
+    def __init__(self, variant, schedule):
+        self.robust, self.cu_dtype, self.options = schedule.arithmetic == "robust", variant.cu_seqlens, variant
+        self.anchored = variant.needs_levels
+        self.ctas_per_sm = 4 if self.anchored else 8 if variant.gate_dtype == "bf16" else 6
         # shared memory: the record, k^ (later k_inv), the running sums at token 7 (later 15) or of both halves, L^T of the
         # substitution, what Anchors16 needs
         self.k_tile = RECORD_BYTES + (-RECORD_BYTES) % 128

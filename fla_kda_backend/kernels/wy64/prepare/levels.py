@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.prepare_steps import (
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.prepare.steps import (
     DIAGONAL,
     FROM_START,
     K_NEXT,

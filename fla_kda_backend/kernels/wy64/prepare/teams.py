@@ -11,11 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from fla_kda_backend.kernels.shared import groups, ptx, sequences
-from fla_kda_backend.kernels.shared.chain_pair import CTAS
-from fla_kda_backend.kernels.shared.prepare_loads import HEAD, TASK, TEAM
-from fla_kda_backend.kernels.shared.record64 import CHUNK, LOG2_CHUNK, READY_AT
-from fla_kda_backend.kernels.shared.wy64 import clear_flags, flag_address
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64 import groups
+from fla_kda_backend.kernels.wy64.cluster import CTAS
+from fla_kda_backend.kernels.wy64.prepare.loads import HEAD, TASK, TEAM
+from fla_kda_backend.kernels.wy64.record import CHUNK, LOG2_CHUNK, READY_AT
+from fla_kda_backend.kernels.wy64.tasks import clear_flags, flag_address
 
 TEAMS = 2  # on an SM
 STAGGER = 3000  # ns; the first records are there the sooner, and the teams of an SM come to differ in what they need of it

@@ -9,10 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.record64 import HALF, HEAD_DIM
-
-STATES = (None, "fp32", "bf16")
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.record import HALF, HEAD_DIM
 
 
 @cute.jit

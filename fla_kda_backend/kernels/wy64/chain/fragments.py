@@ -14,8 +14,8 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.record64 import (
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.record import (
     A_BLOCK,
     A_BYTES,
     BANDS,

@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.prepare_steps import BAND_SUM, BIAS, LOG2E, RATE, TILE_BYTES
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.prepare.steps import BAND_SUM, BIAS, LOG2E, RATE, TILE_BYTES
 
 # |y| < 8 of the bounded gate is summed in fp16 times 2^13: it fills the range, 2^-30 is still normal. Other gates: times
 # 2^8, in two terms that saturate at -2^16 each, so that y >= -511 and what is less is a zero decay all the same.

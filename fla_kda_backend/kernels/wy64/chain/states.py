@@ -8,8 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from fla_kda_backend.kernels.shared import sequences, states
-from fla_kda_backend.kernels.shared.record64 import HEAD_DIM, LOG2_CHUNK
+from fla_kda_backend.kernels import sequences
+from fla_kda_backend.kernels.wy64 import states
+from fla_kda_backend.kernels.wy64.record import HEAD_DIM, LOG2_CHUNK
 
 ROW_BYTES = HEAD_DIM * HEAD_DIM * 2  # of one head
 

@@ -33,9 +33,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.record16 import (
-    ARITHMETICS,
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.column_split.record import (
     BETA,
     CHUNK,
     DECAY,
@@ -51,7 +50,6 @@ from fla_kda_backend.kernels.shared.record16 import (
 
 DIM = 128
 STATE_BYTES = DIM * DIM * 2  # of a bf16 state
-STATES = (None, "fp32", "bf16")
 
 
 class RecurrenceSplit:
@@ -62,22 +60,15 @@ class RecurrenceSplit:
     [.., K, V]; states: write those before each state_chunk tokens; the last two need "robust".
     """
 
-    def __init__(self, arithmetic="exact", bv=32, warps=4, stages=4, initial=None, final="fp32", cu_dtype=None,
-                 segmented=False, state_v_first=True, states=False, state_chunk=64, ctas_per_sm=1):  # fmt: skip
-        if arithmetic not in ARITHMETICS:
-            raise ValueError(f"arithmetic {arithmetic!r} must be in {ARITHMETICS}")
-        if bv % (8 * warps) or DIM % bv:
-            raise ValueError(f"bv must be a multiple of 8 columns a warp and divide {DIM}, got bv={bv}, warps={warps}")
-        if stages < 2 or initial not in STATES or final not in STATES or cu_dtype not in sequences.CU_DTYPES:
-            raise ValueError(f"unsupported: stages={stages}, initial={initial}, final={final}, cu_dtype={cu_dtype}")
-        if state_chunk not in (32, 64):
-            raise ValueError(f"state_chunk must be 32 or 64, got {state_chunk}")
-        if arithmetic == "exact" and (states or not state_v_first):
-            raise ValueError(f"the exact arithmetic takes FlashKDA's call only, not {states=}, {state_v_first=}")
-        self.state_v_first, self.states, self.log2_state_chunk = state_v_first, states, state_chunk.bit_length() - 1
-        self.bv, self.warps, self.stages, self.ctas_per_sm = bv, warps, stages, ctas_per_sm
-        self.initial, self.final, self.cu_dtype, self.segmented = initial, final, cu_dtype, segmented
-        self.robust = arithmetic == "robust"
+    ctas_per_sm = 1
+
+    def __init__(self, variant, schedule):
+        self.states = variant.intermediate_states is not None
+        self.log2_state_chunk = (variant.intermediate_states or 64).bit_length() - 1
+        self.bv, self.warps, self.stages, self.segmented = schedule.bv, schedule.warps, schedule.stages, schedule.segmented
+        self.initial, self.final, self.cu_dtype = variant.initial_state, variant.final_state, variant.cu_seqlens
+        self.state_v_first, self.robust = variant.state_v_first, schedule.arithmetic == "robust"
+        bv, warps, stages = self.bv, self.warps, self.stages
         self.tiles = bv // (8 * warps)
         self.threads = 32 * (warps + 1)
         self.v_row = 2 * bv + 16  # padded: the rows that a warp reads together fall into different banks

@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.record64 import A_BYTES, BANDS, DECAY_AT, a_block
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.record import A_BYTES, BANDS, DECAY_AT, a_block
 
 LOG2E = 1.4426950408889634
 

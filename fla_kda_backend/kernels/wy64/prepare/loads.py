@@ -9,10 +9,10 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 
-from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.prepare_steps import BIAS, LOG2E, RATE, TILE_BYTES
-from fla_kda_backend.kernels.shared.record64 import CHUNK, HALF, LOG2_CHUNK, RECORD_BYTES
-from fla_kda_backend.kernels.shared.wy64 import clear_flags
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.prepare.steps import BIAS, LOG2E, RATE, TILE_BYTES
+from fla_kda_backend.kernels.wy64.record import CHUNK, HALF, LOG2_CHUNK, RECORD_BYTES
+from fla_kda_backend.kernels.wy64.tasks import clear_flags
 
 # shared memory before the tiles: mbarriers of g, q, k, v; the number of the team's chunk, and 0; the plans of two chunks
 NUMBER, PLAN, PLAN_BYTES, HEADER_BYTES = 32, 64, 320, 1024

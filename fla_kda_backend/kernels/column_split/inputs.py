@@ -1,13 +1,12 @@
 """What a call's q, k, g, beta and the gate's parameters mean, and how the 16-token prepare kernel reads them."""
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from fla_kda_backend.kernels.shared import ptx
-from fla_kda_backend.kernels.shared.record16 import ROW_BYTES
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.column_split.record import ROW_BYTES
+from fla_kda_backend.kernels.variant import Variant
 
 LOG2E = 1.44269502  # rounds to the fp32 constant that FlashKDA multiplies A_log by
 LEAST = -160.0  # log2 of a token's decay; 2**-160 is a true zero in fp32
@@ -18,46 +17,11 @@ LOG2_1P = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class InputOptions:
-    """Compile-time facts about a call's inputs; the defaults are FlashKDA's call.
-
-    gate: "bounded" (lower_bound * sigmoid(exp(A_log) * (g + dt_bias))), "softplus" (-exp(A_log) * softplus(g + dt_bias)) or
-    "given" (g is the log decay). a_log, dt_bias: their dtypes; None: exp(A_log) = 1 (bounded only), dt_bias = 0. beta:
-    "sigmoid", "twice" (2 * sigmoid) or "given". l2norm: normalise the rows of q and k. Dtypes are "fp32" or "bf16".
-    """
-
-    gate: str = "bounded"
-    gate_dtype: str = "bf16"
-    a_log: str | None = "fp32"
-    dt_bias: str | None = "fp32"
-    beta: str = "sigmoid"
-    beta_dtype: str = "bf16"
-    l2norm: bool = True
-
-    def __post_init__(self):
-        dtypes = ("fp32", "bf16")
-        if (
-            self.gate not in ("bounded", "softplus", "given")
-            or self.beta not in ("sigmoid", "twice", "given")
-            or self.gate_dtype not in dtypes
-            or self.beta_dtype not in dtypes
-            or self.a_log not in (None, *dtypes)
-            or self.dt_bias not in (None, *dtypes)
-            or (self.gate == "softplus" and self.a_log is None)
-            or (self.gate == "given" and (self.a_log, self.dt_bias) != (None, None))
-        ):
-            raise ValueError(f"unsupported: {self}")
-
-
-FLASHKDA = InputOptions()
-
-
 class Inputs16:
-    """A kernel inherits it. options: InputOptions; robust: approximate the sigmoid well, not as FlashKDA does."""
+    """A kernel inherits it. options: a Variant; robust: approximate the sigmoid well, not as FlashKDA does."""
 
     threads = 128
-    options = FLASHKDA
+    options = Variant()
     robust = False
 
     @cute.jit

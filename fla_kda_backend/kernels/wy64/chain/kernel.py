@@ -37,8 +37,9 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from fla_kda_backend.kernels.shared import groups, ptx, sequences, states
-from fla_kda_backend.kernels.shared.chain_fragments import (
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64 import groups, states
+from fla_kda_backend.kernels.wy64.chain.fragments import (
     A_COLUMN,
     K_MAJOR,
     MN_MAJOR,
@@ -48,12 +49,12 @@ from fla_kda_backend.kernels.shared.chain_fragments import (
     Ring,
     Shared,
 )
-from fla_kda_backend.kernels.shared.chain_pair import CTAS, ChainPair, whole_clusters
-from fla_kda_backend.kernels.shared.chain_states import ChainStates
-from fla_kda_backend.kernels.shared.chain_transfers import ChainTransfers
-from fla_kda_backend.kernels.shared.record64 import CHUNK, DECAY_BYTES, HALF, STATE_BYTES, U_BYTES, W_BYTES
-from fla_kda_backend.kernels.shared.states import STATES, image_bytes
-from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Problem, TaskList
+from fla_kda_backend.kernels.wy64.chain.states import ChainStates
+from fla_kda_backend.kernels.wy64.chain.transfers import ChainTransfers
+from fla_kda_backend.kernels.wy64.cluster import CTAS, ChainPair, whole_clusters
+from fla_kda_backend.kernels.wy64.record import CHUNK, DECAY_BYTES, HALF, STATE_BYTES, U_BYTES, W_BYTES
+from fla_kda_backend.kernels.wy64.states import image_bytes
+from fla_kda_backend.kernels.wy64.tasks import MAX_SORTED, Problem, TaskList
 
 SMEM_LIMIT = 232448
 O_BYTES = CHUNK * HALF * 2  # output of a chunk and half
@@ -75,22 +76,20 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
     THREADS = 256  # 255 registers a thread; between 288 and 384 threads ptxas would cap them at 168
     HEADER_BYTES = 1024
 
-    def __init__(self, cu_dtype=None, initial=None, final="fp32", states=False, segmented=False, state_v_first=True,
-                 max_ctas=132, stages=(4, 3), overlap=False, scaled=False, direct=False):  # fmt: skip
-        if cu_dtype not in sequences.CU_DTYPES or initial not in STATES or final not in STATES:
-            raise ValueError(f"unsupported: cu_dtype={cu_dtype!r}, initial={initial!r}, final={final!r}")
-        self.cu_dtype, self.initial, self.final, self.segmented = cu_dtype, initial, final, segmented
-        self.states, self.state_v_first, self.overlap, self.scaled = states, state_v_first, overlap, scaled
-        self.direct, self.max_ctas = direct, whole_clusters(max_ctas)
+    def __init__(self, variant, schedule):
+        self.cu_dtype, self.initial, self.final = variant.cu_seqlens, variant.initial_state, variant.final_state
+        self.states, self.state_v_first = variant.intermediate_states is not None, variant.state_v_first
+        self.segmented, self.overlap, self.direct = schedule.segmented, schedule.overlap, schedule.direct
+        self.scaled, self.max_ctas = not variant.l2norm, whole_clusters(schedule.max_ctas)
         self.evict_first = not self.resumes  # the spine and the replay read records twice
         # every item begins with a sequence's state zero: W and Q of first chunks are not used
-        self.zero_start = initial is None and not segmented and not self.resumes
-        self.chain_stages, self.output_stages = stages
+        self.zero_start = schedule.starts_from_zero(variant)
+        stages = self.chain_stages, self.output_stages = 4, 3
         if self.chain_stages < 3 or self.output_stages < 2:
             raise ValueError(f"needs at least 3 and 2 stages, got {stages}: a stage is freed after the next has arrived")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"stages {stages} need {self.smem_bytes} bytes of shared memory, limit {SMEM_LIMIT}")
-        assert image_bytes(initial, state_v_first) <= QK_BYTES + A_COLUMN  # and does not reach the zeros of A
+        assert image_bytes(self.initial, self.state_v_first) <= QK_BYTES + A_COLUMN  # and does not reach the zeros of A
 
     @property
     def smem_bytes(self):

@@ -8,9 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from fla_kda_backend.kernels.shared import ptx, states
-from fla_kda_backend.kernels.shared.chain_fragments import A_COLUMN, A_PIECES, QK_BYTES, QKA_BYTES
-from fla_kda_backend.kernels.shared.record64 import (
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64 import states
+from fla_kda_backend.kernels.wy64.chain.fragments import A_COLUMN, A_PIECES, QK_BYTES, QKA_BYTES
+from fla_kda_backend.kernels.wy64.record import (
     A_BLOCK,
     A_BYTES,
     BANDS,

@@ -21,12 +21,13 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from fla_kda_backend.kernels.chain_wy64 import ChainWY64
-from fla_kda_backend.kernels.shared import ptx, sequences, states
-from fla_kda_backend.kernels.shared.chain_fragments import A_COLUMN, K_MAJOR, MN_MAJOR, QK_BYTES
-from fla_kda_backend.kernels.shared.chain_transfers import PAUSE
-from fla_kda_backend.kernels.shared.record64 import CHUNK, EVERY, FLAG_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
-from fla_kda_backend.kernels.shared.wy64 import MAX_SORTED, Item
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64 import states
+from fla_kda_backend.kernels.wy64.chain.fragments import A_COLUMN, K_MAJOR, MN_MAJOR, QK_BYTES
+from fla_kda_backend.kernels.wy64.chain.kernel import ChainWY64
+from fla_kda_backend.kernels.wy64.chain.transfers import PAUSE
+from fla_kda_backend.kernels.wy64.record import CHUNK, EVERY, FLAG_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
+from fla_kda_backend.kernels.wy64.tasks import MAX_SORTED, Item
 
 SPINE = -1  # its segment number
 
@@ -40,11 +41,6 @@ class ChainReplayWY64(ChainWY64):
 
     resumes = True
     link_time = 50  # of the spine
-
-    def __init__(self, states=False, **options):
-        if states:
-            raise ValueError("states=True needs a chain that computes every state: the spine's are not all kept")
-        super().__init__(segmented=False, **options)
 
     def at_once(self, chains):
         return chains

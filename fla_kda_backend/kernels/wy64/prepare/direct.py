@@ -8,10 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from fla_kda_backend.kernels.shared import ptx, states
-from fla_kda_backend.kernels.shared.prepare_loads import HEAD, INDEX, ROWS, SEQUENCES, TEAM, TOKEN, G, K
-from fla_kda_backend.kernels.shared.prepare_steps import TILE_BYTES
-from fla_kda_backend.kernels.shared.record64 import BANDS, CHUNK, HALF, HEAD_DIM
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64 import states
+from fla_kda_backend.kernels.wy64.prepare.loads import HEAD, INDEX, ROWS, SEQUENCES, TEAM, TOKEN, G, K
+from fla_kda_backend.kernels.wy64.prepare.steps import TILE_BYTES
+from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK, HALF, HEAD_DIM
 
 
 class PrepareDirect:

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from fla_kda_backend.kernels.shared import ptx
+from fla_kda_backend.kernels import ptx
 
 CU_DTYPES = (None, "int32", "int64")
 

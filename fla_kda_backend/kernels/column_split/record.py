@@ -1,6 +1,5 @@
 """The workspace of the 16-token kernels: one record of raw tile images per (head, slot); byte offsets inside it."""
 
-ARITHMETICS = ("exact", "robust")  # FlashKDA's roundings, or the same algorithm with those that lose accuracy left out
 CHUNK, LOG2_CHUNK = 16, 4
 ROW_BYTES = 256  # 128 bf16 channels
 K_START = 0

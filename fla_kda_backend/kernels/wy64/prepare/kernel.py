@@ -75,13 +75,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from fla_kda_backend.kernels.shared import ptx, sequences
-from fla_kda_backend.kernels.shared.chain_pair import CTAS
-from fla_kda_backend.kernels.shared.gates import Gates
-from fla_kda_backend.kernels.shared.levels import Levels
-from fla_kda_backend.kernels.shared.operands import Operands
-from fla_kda_backend.kernels.shared.prepare_direct import PrepareDirect
-from fla_kda_backend.kernels.shared.prepare_loads import (
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.cluster import CTAS
+from fla_kda_backend.kernels.wy64.prepare.direct import PrepareDirect
+from fla_kda_backend.kernels.wy64.prepare.gates import Gates
+from fla_kda_backend.kernels.wy64.prepare.levels import Levels
+from fla_kda_backend.kernels.wy64.prepare.loads import (
     HEADER_BYTES,
     INDEX,
     NUMBER,
@@ -95,9 +94,10 @@ from fla_kda_backend.kernels.shared.prepare_loads import (
     Q,
     V,
 )
-from fla_kda_backend.kernels.shared.prepare_steps import A_TILE, TILE_BYTES, TILES_BYTES, PrepareSteps
-from fla_kda_backend.kernels.shared.prepare_teams import TEAMS, V_TAKEN, PrepareTeams
-from fla_kda_backend.kernels.shared.record64 import (
+from fla_kda_backend.kernels.wy64.prepare.operands import Operands
+from fla_kda_backend.kernels.wy64.prepare.steps import A_TILE, TILE_BYTES, TILES_BYTES, PrepareSteps
+from fla_kda_backend.kernels.wy64.prepare.teams import TEAMS, V_TAKEN, PrepareTeams
+from fla_kda_backend.kernels.wy64.record import (
     A_AT,
     A_BYTES,
     BANDS,
@@ -110,8 +110,6 @@ from fla_kda_backend.kernels.shared.record64 import (
 )
 
 STRIDE = -(-TILES_BYTES // 1024) * 1024  # from team to team, of tiles
-GATES, PARAMETERS = ("bounded", "softplus", "given"), ("fp32", "bf16", None)
-BETAS, DTYPES = ("sigmoid", "twice", "given"), ("bf16", "fp32")
 
 
 class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Operands, PrepareSteps):
@@ -124,29 +122,17 @@ class PrepareWY64(PrepareDirect, PrepareTeams, PrepareLoads, Gates, Levels, Oper
     whether q and k are normalised. Dtypes are "bf16" or "fp32".
     """
 
-    def __init__(self, cu_dtype=None, max_ctas=132, zero_start=False, beside=None, gate="bounded",
-                 gate_dtype="bf16", a_log="fp32", dt_bias="fp32", beta="sigmoid", beta_dtype="bf16", l2norm=True,
-                 direct=None):  # fmt: skip
-        facts = dict(cu_dtype=cu_dtype, gate=gate, gate_dtype=gate_dtype, a_log=a_log, dt_bias=dt_bias, beta=beta,
-                     beta_dtype=beta_dtype)  # fmt: skip
-        choices = (sequences.CU_DTYPES, GATES, DTYPES, PARAMETERS, PARAMETERS, BETAS, DTYPES)
-        wrong = {name: value for (name, value), allowed in zip(facts.items(), choices) if value not in allowed}
-        if gate == "given":
-            wrong.update((name, facts[name]) for name in ("a_log", "dt_bias") if facts[name] is not None)
-        elif gate == "softplus" and a_log is None:
-            wrong["a_log"] = None
-        if wrong:
-            raise ValueError(f"unsupported with gate={gate!r}: {wrong}")
-        super().__init__(max_ctas, beside)
-        self.direct = direct is not None
-        self.final, self.state_v_first = direct or (None, True)
+    def __init__(self, variant, schedule, beside=None):
+        super().__init__(schedule.max_ctas, beside)
+        self.direct, self.zero_start = schedule.direct, schedule.starts_from_zero(variant)
+        self.final, self.state_v_first = variant.final_state, variant.state_v_first
         self.smem_bytes = self.teams * (HEADER_BYTES + STRIDE)
-        self.cu_dtype, self.zero_start = cu_dtype, zero_start
-        self.gate, self.gate_dtype, self.a_log, self.dt_bias = gate, gate_dtype, a_log, dt_bias
-        self.beta, self.beta_dtype, self.l2norm = beta, beta_dtype, l2norm
-        self.wide_gate = gate_dtype == "fp32"
+        self.cu_dtype, self.gate, self.gate_dtype = variant.cu_seqlens, variant.gate, variant.gate_dtype
+        self.a_log, self.dt_bias = variant.a_log, variant.dt_bias
+        self.beta, self.beta_dtype, self.l2norm = variant.beta, variant.beta_dtype, variant.l2norm
+        self.wide_gate = variant.gate_dtype == "fp32"
         # Of keys of any size 2^-l could make infinities, and their products err more than those of the levels.
-        self.bounded = gate == "bounded" and l2norm
+        self.bounded = not variant.needs_levels
         self.crowded = not self.bounded  # registers are short
 
     @cute.jit

@@ -1,0 +1,163 @@
+"""What a call's metadata decides about its launches: sizes, segments, strides, the compiled variant. No tensor is kept."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .call import Call
+from .compiling.spec import KernelSpec
+from .kernels.families import FAMILIES
+from .planning import WORKSPACE_LIMIT, Plan
+
+DIM = 128
+LOG2E = 1.4426950408889634
+ALIGNMENT = 16  # bytes; the kernels' vector accesses need it
+STRIDED = ("q", "k", "v", "g", "beta")  # whose strides some kernels take
+
+
+class Allocation(NamedTuple):
+    """A contiguous tensor to be made; strides in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Reading(NamedTuple):
+    """How a kernel reads a tensor [B, T, heads] or [B, T, heads, 128] as [B * T, heads, ..]."""
+
+    as_it_is: tuple[int, ...] | None  # (token stride, head stride) in elements, (): none are taken; None: only a copy is read
+    as_a_copy: tuple[int, ...]  # the same of a contiguous copy
+    alignment: int  # bits of the address that must be 0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Everything that all calls of the same metadata share."""
+
+    device: torch.device
+    spec: KernelSpec | None  # None: no token and no packed sequence, nothing to launch
+    out: Allocation  # [B, T, HV, V]
+    final_state: Allocation | None  # [N, HV, V, K] or [N, HV, K, V], fp32
+    state_rows: int | None  # of intermediate states in a row of the batch; None: to be counted in cu_seqlens
+    state_chunk: int | None  # tokens between two of them; None: they are not asked for
+    workspace: Allocation | None
+    carries: Allocation | None  # [2, HV, V, K], states between segments; None: one launch covers all
+    segments: tuple[tuple[Any, ...], ...]  # the Numbers of each launch, in order
+    readings: tuple[Reading, ...]  # of DEVICE_INPUTS
+    ignores_gate_parameters: bool  # what is given as A_log and dt_bias is not looked at
+
+
+def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_split", replay=False):
+    """Bytes of workspace that a call allocates.
+
+    tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). "column_split": a record of
+    13,888 bytes for each 16-token chunk and head; "wy64": 71,184 bytes for each 64-token chunk and head, with replay (as
+    the call's plan says) 65,536 more for every 16th. At most WORKSPACE_LIMIT, or one chunk of every head where that is more.
+    """
+    record = FAMILIES[kernel].record
+    slots = record.slots(tokens, num_sequences, seq_len)
+    segment = slots_per_segment(record, slots, heads)
+    return record.workspace_bytes(segment, heads, replay and segment == slots)  # segments exclude replay
+
+
+def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
+    """The Geometry of an eligible call under its Plan, for an architecture of spec.ARCHS. Meta tensors will do."""
+    batch, length, qk_heads, _ = call.q.shape
+    heads, num_sequences = call.heads, call.num_sequences
+    packed = call.cu_seqlens is not None
+    family, variant, schedule = FAMILIES[plan.kernel], plan.variant, plan.schedule
+    slots = family.record.slots(batch * length, num_sequences, None if packed else length)
+    rows = None
+    if not packed or call.use_graph:
+        rows = -(-length // int(call.chunk_size)) + (num_sequences - 1 if packed else 0)
+    final_shape = (num_sequences, heads, DIM, DIM)
+    given = variant.gate == "given"
+    known = {
+        "device": call.q.device,
+        "out": contiguous((batch, length, heads, DIM), torch.bfloat16),
+        "final_state": None if variant.final_state is None else contiguous(final_shape, torch.float32),
+        "state_rows": rows,
+        "state_chunk": variant.intermediate_states,
+        "ignores_gate_parameters": given,
+    }
+    if slots == 0 or heads == 0:
+        return Geometry(**known, spec=None, workspace=None, carries=None, segments=(), readings=())
+    per_segment = slots_per_segment(family.record, slots, heads)
+    segmented = per_segment < slots
+    if segmented:
+        schedule = schedule.in_segments()
+    size = family.record.workspace_bytes(per_segment, heads, getattr(schedule, "replay", False))
+    parameters = (None, None) if given else (call.A_log, call.dt_bias)
+    strided = [reading(x, family.takes_strides) for x in (call.q, call.k, call.v, call.g, call.beta)]
+    whole = [reading_whole(x) for x in (call.initial_state, call.cu_seqlens, *parameters)]
+    numbers = {
+        "scale": float(call.scale),
+        "gate_scale": float(call.lower_bound) * LOG2E if variant.gate == "bounded" else 0.0,
+        "seq_len": length,
+        "num_seqs": num_sequences,
+        "qk_heads": qk_heads,
+        "heads": heads,
+    }
+    if family.takes_strides:
+        for name, (as_it_is, as_a_copy, _) in zip(STRIDED, strided):
+            numbers |= strides_of(name, as_a_copy if as_it_is is None else as_it_is)
+    return Geometry(
+        **known,
+        spec=KernelSpec(plan.kernel, arch, variant, schedule),
+        workspace=contiguous((size,), torch.uint8),
+        carries=contiguous((2, heads, DIM, DIM), torch.float32) if segmented else None,
+        segments=tuple(
+            family.numbers(**numbers, slot_begin=begin, slot_end=min(begin + per_segment, slots))
+            for begin in range(0, slots, per_segment)
+        ),
+        readings=(*strided, *whole),
+    )
+
+
+def slots_per_segment(record, slots, heads):
+    """Workspace slots that one launch may cover."""
+    return max(1, min(slots, WORKSPACE_LIMIT // record.workspace_bytes(1, heads)))
+
+
+def strides_of(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """What of a Reading goes into a family's Numbers."""
+    return dict(zip((f"{name}_token", f"{name}_head"), strides))
+
+
+def reading(x: torch.Tensor, takes_strides: bool) -> Reading:
+    """How a kernel that takes strides, or one that does not, can read x [B, T, heads] or [B, T, heads, 128].
+
+    Rows of 128 are read 16 bytes at a time; single numbers, of beta, one by one where strides are taken.
+    """
+    batch, length, heads, *width = x.shape
+    of_batch, token, head, *inner = x.stride()
+    size = width[0] if width else 1
+    whole = heads * size, size
+    # The stride of a dimension of one element means nothing.
+    if heads == 1:
+        head = size
+    if batch * length == 1:
+        token = whole[0]
+    elif length == 1:
+        token = of_batch
+    one_stride = batch == 1 or length == 1 or of_batch == length * token
+    if not takes_strides:
+        is_contiguous = one_stride and (token, head) == whole and inner in ([], [1])
+        return Reading(() if is_contiguous else None, (), ALIGNMENT - 1)
+    if not width:
+        return Reading((token, head) if one_stride else None, whole, 0)
+    steps = [stride * x.element_size() for stride in (token, head)]  # 0 where x is expanded: the copy engine takes none
+    rows = one_stride and inner == [1] and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
+    return Reading((token, head) if rows else None, whole, ALIGNMENT - 1)
+
+
+def reading_whole(x: torch.Tensor | None) -> Reading:
+    """How every kernel reads an input whose strides none takes."""
+    return Reading(() if x is None or x.is_contiguous() else None, (), ALIGNMENT - 1)
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
+    return Allocation(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype)

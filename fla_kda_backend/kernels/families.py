@@ -1,0 +1,39 @@
+"""The kernel families: what the host must know of each. Free of the DSL, which only `kernel` names."""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from .arguments import Addresses
+from .column_split import contract as column_split
+from .column_split import record as record16
+from .wy64 import contract as wy64
+from .wy64 import record as record64
+
+
+class Family(NamedTuple):
+    kernel: tuple[str, str]  # module and class, built from (variant, schedule)
+    schedule: Any  # the class of a plan's choices
+    addresses: Any  # the argument tables of a launch
+    numbers: Any
+    record: ModuleType  # layout of the workspace
+    takes_strides: bool  # of q, k, v, g and beta
+
+
+FAMILIES = {
+    "column_split": Family(
+        kernel=("fla_kda_backend.kernels.column_split.launch", "ColumnSplit"),
+        schedule=column_split.Schedule,
+        addresses=Addresses,
+        numbers=column_split.Numbers,
+        record=record16,
+        takes_strides=False,
+    ),
+    "wy64": Family(
+        kernel=("fla_kda_backend.kernels.wy64.launch", "WY64"),
+        schedule=wy64.Schedule,
+        addresses=Addresses,
+        numbers=wy64.Numbers,
+        record=record64,
+        takes_strides=True,
+    ),
+}
