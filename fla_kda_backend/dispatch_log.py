@@ -95,7 +95,7 @@ class Count(NamedTuple):
 
 _lock = threading.Lock()
 _ring: deque[tuple[float, tuple]] = deque(maxlen=RING_SIZE)  # a Record's time, and the rest of it; made when asked for
-_counts: dict[tuple, list[int]] = {}  # a new dict after clear(): counters that a Prepared holds are then void
+_counts: dict[tuple, list[int]] = {}  # a new dict after clear(): counters that an Entry holds are then void
 _captures: tuple[list, ...] = ()
 _file: tuple[str, int] | None = None  # path and descriptor of the file that lines go to
 _unwritable: set[str] = set()
@@ -112,19 +112,19 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def record(outcome, code, message, call, plan=None):
     """Take down one decision on a parsed call; plan is the kernel's, where one was chosen. Never raises."""
-    prepare(outcome, code, message, call, plan).record()
+    entry(outcome, code, message, call, plan).record()
 
 
-def prepare(outcome, code, message, call, plan=None):
-    """The Prepared decision on a parsed call. Never raises."""
+def entry(outcome, code, message, call, plan=None):
+    """The Entry of a decision on a parsed call. Never raises."""
     try:
-        return Prepared(_content(outcome, code, message, call, plan))
+        return Entry(_content(outcome, code, message, call, plan))
     except Exception as error:
         logger.debug("a decision could not be logged: %r", error)
-        return Prepared(None)
+        return Entry(None)
 
 
-class Prepared:
+class Entry:
     """A decision that may be taken again, with everything but the time of its records. Holds no tensor."""
 
     __slots__ = ("content", "counter", "counters")
@@ -133,6 +133,10 @@ class Prepared:
         self.content = content  # a Record after its time; None: nothing is recorded
         self.counters = None  # the _counts that `counter` is from
         self.counter = None
+
+    def instead(self, outcome, code, message):
+        """The Entry of another decision on the same call."""
+        return Entry(None if self.content is None else (outcome, code, message, *self.content[3:]))
 
     def record(self):
         """Take the decision down once more. Never raises."""

@@ -28,12 +28,13 @@ from .compiling.spec import ARCHS
 from .geometry import ALIGNMENT, DIM, STRIDED, Geometry, geometry, strides_of, workspace_bytes
 from .kernels.families import FAMILIES
 from .kernels.variant import DTYPE_NAMES, Variant
-from .planning import column_split
+from .planning import Plan, column_split
 
-__all__ = ["Launch", "fwd", "into", "prepare", "run", "workspace_bytes"]
+__all__ = ["Launch", "bind", "fwd", "into", "run", "workspace_bytes"]
+
 
 def run(call, plan):
-    """Run an eligibility.Call under its Plan.
+    """Run a Call under its Plan.
 
     Returns (out [B, T, HV, V] bf16, final_state [N, HV, V, K], or [N, HV, K, V] without state_v_first, fp32 or None), and
     with return_intermediate_states, third, the state before each chunk of chunk_size tokens, [B, NT, HV, V, K] bf16 or
@@ -43,11 +44,11 @@ def run(call, plan):
     same values; under use_graph it is the bound that any cu_seqlens of that length keeps, and rows of no chunk are left
     undefined; with neither, cu_seqlens is read, which waits for the GPU. Nothing else here does.
     """
-    return prepare(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
+    return bind(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
 
 
-def prepare(call, plan):
-    """The Launch that runs an eligibility.Call under its Plan, and every other call with the same metadata."""
+def bind(call: Call, plan: Plan) -> "Launch":
+    """The Launch that runs a Call under its Plan, and every other call with the same metadata."""
     return Launch(geometry(call, plan, ARCHS[torch.cuda.get_device_capability(call.q.device)]))
 
 
@@ -137,7 +138,7 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
 def into(call, plan, out, final_state, states=None):
     """Run a call under a plan, with results in given tensors; final_state fp32, bf16 or None."""
     final = None if final_state is None else DTYPE_NAMES[str(final_state.dtype)]
-    launch = prepare(call, plan._replace(variant=replace(plan.variant, final_state=final)))
+    launch = bind(call, plan._replace(variant=replace(plan.variant, final_state=final)))
     launch.into(out, final_state, states, *(getattr(call, name) for name in DEVICE_INPUTS))
 
 
