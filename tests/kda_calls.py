@@ -12,7 +12,7 @@ def call_of(case, device="cpu", seed=0, **changes):
     """Keyword arguments of chunk_kda, all that the case decides; they depend on the case, the seed and the kind of device."""
     form = Form.of(case.kind, case.lengths, case.heads, case.heads // QK_HEADS, case.scale, flat=case.flat)
     normal = Normal(device, case, seed)
-    call = make(form, lambda form: regime(case.regime, form, normal), device, case.layout, spelled_out=True)
+    call = make(form, lambda form: regime(case.regime, case.kind, form, normal), device, case.layout, spelled_out=True)
     if case.layout == "transposed" and call["initial_state"] is not None:
         call["initial_state"] = call["initial_state"].mT.contiguous().mT
     return call | changes

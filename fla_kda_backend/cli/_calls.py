@@ -111,9 +111,16 @@ def _call(layer, number, tokens, initial, final, offsets, beta, parameters):
         "cu_seqlens": offsets,
     }
     rows = rows_of((tokens,) * number, offsets is not None)
-    heads, dims = (layer.heads, layer.value_heads), {"dim": layer.dim, "value_dim": layer.value_dim}
-    flags = {**layer.flags, "output_final_state": final}
-    return make(Form(**rows, qk_heads=heads[0], heads=heads[1], dtypes=dtypes, flags=flags, **dims))
+    form = Form(
+        **rows,
+        qk_heads=layer.heads,
+        heads=layer.value_heads,
+        dim=layer.dim,
+        value_dim=layer.value_dim,
+        dtypes={name: dtype for name, dtype in dtypes.items() if dtype is not None},
+        flags={**layer.flags, "output_final_state": final},
+    )
+    return make(form)
 
 
 def specs_of(arguments, arch, sm_count, modes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..kernels.variant import DTYPE_NAMES, Variant
@@ -26,13 +26,12 @@ class Form:
     tokens: int  # of a row
     qk_heads: int  # H, of q and k
     heads: int  # HV, of v, g, beta and the states
-    dtypes: Mapping[str, str | None]  # by argument, as torch names them; None or missing: there is no such tensor
+    dtypes: Mapping[str, str]  # by argument, as torch names them; there is no tensor that is missing here
     flags: Mapping[str, Any]  # the arguments that are no tensors
     offsets: tuple[int, ...] | None = None  # values of cu_seqlens
     dim: int = DIM  # K
     value_dim: int = DIM  # V
     flat: bool = True  # A_log [HV] and dt_bias [HV * K]; otherwise [1, 1, HV, 1] and [HV, K]
-    variant: Variant | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, variant: Variant, lengths: tuple[int, ...], heads: int, group: int = 1, scale: float | None = None,
@@ -74,9 +73,8 @@ class Form:
             **{**sizes, **others},
             qk_heads=heads // group,
             heads=heads,
-            dtypes={name: TORCH_NAMES.get(dtype) for name, dtype in dtypes.items()},
+            dtypes={name: TORCH_NAMES[dtype] for name, dtype in dtypes.items() if dtype is not None},
             flags=flags,
-            variant=variant,
         )
 
     @property
@@ -119,13 +117,13 @@ def make(form: Form, draw: Draw | None = None, device: Any = "meta", layout: str
     Args:
         draw: gives the values; None: zeros, which on the meta device have no memory. The values are converted to the form's
             dtypes, moved to the device and reshaped.
-        layout: how q, k, v, g and beta lie in memory, one of LAYOUTS.
+        layout: how q, k, v, g and beta lie in memory, one of LAYOUTS; see laid_out.
         spelled_out: whether arguments that have FLA's default, None or False, are among them.
         changes: arguments that replace others.
     """
     import torch
 
-    names = [name for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state") if form.dtypes.get(name)]
+    names = [name for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state") if name in form.dtypes]
     if draw is None or torch.device(device).type == "meta":
         tensors = {name: torch.zeros(form.shape(name), dtype=_dtype(form, name), device=device) for name in names}
     else:

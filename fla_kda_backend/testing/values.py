@@ -6,6 +6,7 @@ import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.variant import Variant
 from .calls import DIM, LOWER_BOUND, Form
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ def standard_normal(form: Form, normal: Normal, gate: Any, spread: float) -> dic
     dt_bias = spread * normal(form.heads * form.dim).view(form.heads, form.dim)
     values = {"A_log": A_log, "dt_bias": dt_bias, "g": gate(A_log, dt_bias)}
     values |= {name: normal(*form.shape(name), dtype=torch.bfloat16) for name in ("q", "k", "v", "beta")}
-    if form.dtypes.get("initial_state"):
+    if "initial_state" in form.dtypes:
         values["initial_state"] = normal(*form.shape("initial_state"))
     return values
 
 
-def regime(name: str, form: Form, normal: Normal) -> dict[str, torch.Tensor]:
-    """Values for a form of a Variant, in one of REGIMES.
+def regime(name: str, variant: Variant, form: Form, normal: Normal) -> dict[str, torch.Tensor]:
+    """Values for a form of a variant, in one of REGIMES.
 
     normal: log decay per token between -0.001 and -3, log-uniform over channels. saturated: the strongest. slow: near -0.001.
     correlated, repeated: keys that share a direction, or are all one key, and hardly any decay. steep: exp(A_log) up to 200.
@@ -65,7 +66,6 @@ def regime(name: str, form: Form, normal: Normal) -> dict[str, torch.Tensor]:
     import torch
     import torch.nn.functional as F
 
-    variant = form.variant
     q, k, v, beta = (normal(*form.shape(each)) for each in ("q", "k", "v", "beta"))
     if name == "alternating":
         q[..., :2], k[..., :2] = 6 * q[..., :2], 6 * k[..., :2]
@@ -77,36 +77,38 @@ def regime(name: str, form: Form, normal: Normal) -> dict[str, torch.Tensor]:
         q, k = (F.normalize(x, dim=-1) for x in (q, k))
     if variant.beta == "given":
         beta = torch.sigmoid(beta)
-    values = {"q": q, "k": k, "v": v, "beta": beta, **_gate(name, form, normal)}
-    if variant.initial_state is not None:
+    values = {"q": q, "k": k, "v": v, "beta": beta, **_gate(name, variant, form, normal)}
+    if "initial_state" in form.dtypes:
         values["initial_state"] = normal(*form.shape("initial_state"))
     return values
 
 
-def _gate(name: str, form: Form, normal: Normal) -> dict[str, torch.Tensor]:
+def _gate(name: str, variant: Variant, form: Form, normal: Normal) -> dict[str, torch.Tensor]:
     """g [B, T, HV, K] fp32; A_log [HV] and dt_bias [HV, K] of the form's dtypes, where it has them."""
     import torch
     import torch.nn.functional as F
 
-    variant, heads, found = form.variant, form.heads, {}
-    rate, bias = 1.0, 0.0
-    if variant.a_log is not None:
+    heads, found = form.heads, {}
+    rate, bias = torch.ones(1, 1, device=normal.device), torch.zeros(1, device=normal.device)
+    if "A_log" in form.dtypes:
         steep = torch.tensor(STEEP).log().repeat(heads)[:heads].to(normal.device)
         A_log = steep if name == "steep" else 0.3 * normal(heads)
         found["A_log"] = A_log.to(getattr(torch, form.dtypes["A_log"]))
         rate = found["A_log"].float().exp()[:, None]
-    if variant.dt_bias is not None:
+    if "dt_bias" in form.dtypes:
         found["dt_bias"] = (0.3 * normal(heads, form.dim)).to(getattr(torch, form.dtypes["dt_bias"]))
         bias = found["dt_bias"].float()
     if name == "steep":
         raw = 8 * normal(*form.shape("g"))
         raw = -STEEP[0] * F.softplus(raw) if variant.gate == "given" else raw
     else:
-        raw = before_gate(_log_decay(name, form, normal), variant.gate, rate, bias)
+        raw = before_gate(_log_decay(name, variant, form, normal), variant.gate, rate, bias)
     return found | {"g": raw}
 
 
-def before_gate(decay: torch.Tensor, gate: str, rate: Any = 1.0, bias: Any = 0.0, lower_bound: float = LOWER_BOUND):
+def before_gate(
+    decay: torch.Tensor, gate: str, rate: Any = 1.0, bias: Any = 0.0, lower_bound: float = LOWER_BOUND
+) -> torch.Tensor:
     """g for a log decay per token; rate: exp(A_log) [HV, 1], bias: dt_bias [HV, K]."""
     import torch
 
@@ -118,11 +120,11 @@ def before_gate(decay: torch.Tensor, gate: str, rate: Any = 1.0, bias: Any = 0.0
     return torch.where(x > 15, x, x.clamp(max=15).expm1().log()) - bias  # the inverse of softplus
 
 
-def _log_decay(name: str, form: Form, normal: Normal) -> torch.Tensor:
+def _log_decay(name: str, variant: Variant, form: Form, normal: Normal) -> torch.Tensor:
     """Log decay per token [B, T, HV, K] fp32."""
     import torch
 
-    shape, strong = form.shape("g"), STRONG[form.variant.gate == "bounded"]
+    shape, strong = form.shape("g"), STRONG[variant.gate == "bounded"]
     if name == "normal":
         rates = torch.exp(math.log(1e-3) + normal.uniform(*shape[2:]) * math.log(3e3))
         return -rates * (1 + 0.1 * normal.uniform(*shape))
