@@ -1,17 +1,23 @@
 """The calls that are measured: shapes by name, three kinds of gate, seeded inputs. Shared with the tests."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-DIM = 128
-LOWER_BOUND = -5.0
-# FlashKDA's own; Kimi-Linear's modelling code, with g and beta activated before and K-first states; FLA's default layer
-CALLS = ("flashkda", "kimi", "softplus")
+from fla_kda_backend.kernels.variant import Variant
+from fla_kda_backend.testing import DIM, LOWER_BOUND, Form, Normal, make, standard_normal
+
+VARIANTS = {
+    "flashkda": Variant(),
+    # Kimi-Linear's modelling code: g and beta are activated before, states are K-first
+    "kimi": Variant("given", "fp32", None, None, "given", "fp32", state_v_first=False),
+    "softplus": Variant("softplus"),  # FLA's default layer
+}
+CALLS = tuple(VARIANTS)
 GATES = ("strong", "weak", "mixed")
-STRONG, WEAK = -2.5, -0.001  # log decay a token
-MIXED = (-0.001, -3.0)  # log-uniform between them, one rate for each channel
+STRONG, WEAK = -2.5, -0.001  # log decay per token
+MIXED = (-0.001, -3.0)  # log-uniform between them, one rate per channel
 JITTER = 0.1  # a token's log decay lies this fraction around its channel's
 L2_BYTES = 50 << 20  # of an H200
 
@@ -26,7 +32,7 @@ class Case:
     packed: bool
     flashkda_us: float | None  # FlashKDA's CUDA-graph median on an H200, for comparison; None: it takes no such call
     call: str = "flashkda"  # one of CALLS
-    group: int = 1  # value heads for each head of q and k
+    group: int = 1  # value heads per head of q and k
 
     @property
     def tokens(self):
@@ -87,44 +93,32 @@ def inputs(case, gate="mixed", seed=0, device="cuda", initial_state=False):
 
     initial_state: give a normal [N, H, V, K] fp32 one. On the meta device everything has a shape and no values.
     """
-    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
-    batch, tokens = (1, case.tokens) if case.packed else (case.sequences, case.lengths[0])
-    heads = case.heads
+    variant = VARIANTS[case.call]
+    variant = replace(
+        variant,
+        initial_state="fp32" if initial_state else None,
+        cu_seqlens="int64" if case.packed else None,
+    )
 
-    def normal(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+    def draw(form):
+        normal = Normal(device, seed=seed)
+        given = variant.gate == "given"
 
-    A_log = 0.2 * normal(heads, dtype=torch.float32)
-    dt_bias = 0.2 * normal(heads * DIM, dtype=torch.float32)
-    wanted = log_decay(gate, (batch, tokens, heads, DIM), device, generator)
-    call = {
-        **{name: normal(batch, tokens, heads // case.group, DIM) for name in "qk"},
-        "v": normal(batch, tokens, heads, DIM),
-        "beta": normal(batch, tokens, heads),
-        "use_qk_l2norm_in_kernel": True,
-        "output_final_state": True,
-    }
-    if case.call == "kimi":
-        call |= {"g": wanted, "beta": call["beta"].float().sigmoid()}
-    else:
-        bounded, rate = case.call == "flashkda", A_log.exp()[:, None]
-        raw = torch.logit(wanted.div_(LOWER_BOUND)).div_(rate) if bounded else wanted.div_(-rate).expm1_().log_()
-        call |= {
-            "g": raw.sub_(dt_bias.view(heads, DIM)).bfloat16(),
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-            "use_gate_in_kernel": True,
-            "use_beta_sigmoid_in_kernel": True,
-            "state_v_first": True,
-        }
-        if bounded:
-            call |= {"lower_bound": LOWER_BOUND, "safe_gate": True}
-    if initial_state:
-        call["initial_state"] = normal(case.sequences, heads, DIM, DIM, dtype=torch.float32)
-    if case.packed:
-        ends = torch.tensor([0, *case.lengths]).cumsum(0)
-        call["cu_seqlens"] = torch.empty_like(ends, device="meta") if device == "meta" else ends.to(device)
-    return call
+        def decaying(A_log, dt_bias):
+            wanted = log_decay(gate, form.shape("g"), device, normal.generator)
+            if given:
+                return wanted
+            rate = A_log.exp()[:, None]
+            if variant.gate == "bounded":
+                raw = torch.logit(wanted.div_(LOWER_BOUND)).div_(rate)
+            else:
+                raw = wanted.div_(-rate).expm1_().log_()
+            return raw.sub_(dt_bias)
+
+        values = standard_normal(form, normal, decaying, spread=0.2)
+        return values | ({"beta": values["beta"].float().sigmoid()} if given else {})
+
+    return make(Form.of(variant, case.lengths, case.heads, case.group), draw, device)
 
 
 def input_sets(case, gate, device="cuda"):
@@ -137,7 +131,7 @@ def input_sets(case, gate, device="cuda"):
 
 
 def log_decay(gate, shape, device, generator=None):
-    """Log decay a token [B, T, H, K] fp32."""
+    """Log decay per token [B, T, H, K] fp32."""
     if gate == "mixed":
         low, high = math.log(-MIXED[0] / (1 - JITTER)), math.log(-MIXED[1] / (1 + JITTER))
         rate = torch.rand(shape[-2:], device=device, generator=generator)

@@ -1,9 +1,9 @@
 """`python -m benchmarks.experiments`: the column split's published control experiments, on this GPU.
 
-BV 32, 64, 128 value columns a CTA with 4, 8 and 16 warps on one SM, and 3 to 8 input stages: all must give the same
-bits, and none may hang. A warp owns at least the 8 columns of an MMA, so a CTA has at most BV / 8 warps. More warps on
-an SM are several CTAs, which takes more heads: with BV = 32, 33, 66 and 99 heads give the 132 SMs of an H200 one, two
-and three CTAs each (a fourth does not fit the registers); with BV = 64, 66 and 132 heads give them one and two.
+BV = 32, 64 and 128 value columns per CTA with 4, 8 and 16 warps on one SM, and 3 to 8 input stages: all must give the same
+bits, and none may hang. A warp owns at least the 8 columns of an MMA, so a CTA has at most BV / 8 warps. More warps on an
+SM are several CTAs, and these need more heads. With BV = 32, 33, 66 and 99 heads give each of the 132 SMs of an H200 one,
+two and three CTAs (a fourth does not fit the registers). With BV = 64, 66 and 132 heads give each SM one and two.
 
 Exit status 1 where bits differ or an experiment hangs.
 """
@@ -16,13 +16,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from fla_kda_backend.cli._table import table
-from fla_kda_backend.planning import V_DIM, Plan
+from fla_kda_backend.kernels.column_split.contract import VALUE_DIM, Schedule
+from fla_kda_backend.kernels.variant import Variant
+from fla_kda_backend.planning import Plan
 
 from . import cases, checks, specs
 
 TOKENS = 8192
 SM_COUNT = 132  # of an H200
-TIME_LIMIT = 60.0  # seconds an experiment, compiling included; its calls take milliseconds
+TIME_LIMIT = 60.0  # seconds per experiment, compiling included; its calls take milliseconds
 REPEATS = 9
 
 
@@ -30,11 +32,11 @@ class Experiment(NamedTuple):
     bv: int
     warps: int  # of a CTA
     stages: int = 4
-    heads: int = 24  # at most one CTA an SM, at any BV
+    heads: int = 24  # at most one CTA per SM, at any BV
 
     @property
     def ctas(self):
-        return self.heads * (V_DIM // self.bv)
+        return self.heads * (VALUE_DIM // self.bv)
 
     @property
     def ctas_of_sm(self):
@@ -47,12 +49,12 @@ class Experiment(NamedTuple):
 
     @property
     def plan(self):
-        options = (("arithmetic", "exact"), ("bv", self.bv), ("stages", self.stages), ("warps", self.warps))
-        return Plan("column_split", options, self.ctas)
+        schedule = Schedule(arithmetic="exact", bv=self.bv, warps=self.warps, stages=self.stages)
+        return Plan("column_split", Variant(), schedule, self.ctas)
 
 
 EXPERIMENTS = (
-    # every split of BV over the warps of one CTA an SM
+    # every split of BV over the warps of one CTA per SM
     *(Experiment(bv, warps) for bv, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8), (128, 16))),
     # stages of the input ring
     *(Experiment(bv, 4, stages) for bv in (32, 128) for stages in (3, 5, 6, 7, 8)),
@@ -142,7 +144,7 @@ def run(experiment, call, reference):
 
 @contextmanager
 def time_limit(experiment):
-    """Leaves the process where the block takes longer: a kernel that hangs cannot be ended otherwise."""
+    """Ends the process where the block takes longer: nothing else ends a kernel that hangs."""
 
     def leave():
         print(f"HANGS  {experiment}", flush=True)

@@ -62,22 +62,15 @@ IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
         Implementation("triton", {**OURS_OFF, "FLA_FLASH_KDA": "0"}),
-        # Every shape runs on the exact kernels, whether that pays or not.
         Implementation(
             "exact",
-            {**OURS_ON, "FLA_KDA_CUTE_MODE": "exact", "FLA_KDA_CUTE_COST": "off", "FLA_KDA_CUTE_STRICT": "1"},
+            {**OURS_ON, "FLA_KDA_CUTE_MODE": "exact", "FLA_KDA_CUTE_STRICT": "1"},
             only_flashkdas=True,
         ),
-        # What a user gets: the cost rule may leave a shape to Triton, and then Triton is what is timed.
+        # What a user gets.
         Implementation(
             "auto",
-            {
-                **OURS_ON,
-                "FLA_KDA_CUTE_MODE": "auto",
-                "FLA_KDA_CUTE_COST": "on",
-                "FLA_KDA_CUTE_STRICT": "0",
-                "FLA_FLASH_KDA": "0",
-            },
+            {**OURS_ON, "FLA_KDA_CUTE_MODE": "auto", "FLA_KDA_CUTE_STRICT": "0", "FLA_FLASH_KDA": "0"},
         ),
         Implementation("flashkda", {**OURS_OFF, "FLA_FLASH_KDA": "1"}, package="flash_kda", only_flashkdas=True),
         Implementation("cudnn", OURS_OFF, package="cudnn", through_fla=False),

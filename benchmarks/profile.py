@@ -51,7 +51,7 @@ def main(arguments=None):
 
 
 def breakdown(case, times, rate):
-    """Lines about {kernel's name: microseconds a call} with a copy rate in bytes a microsecond."""
+    """Lines about {kernel's name: microseconds per call} with a copy rate in bytes per microsecond."""
     total, floor = sum(times.values()), case.floor_bytes / rate
     rows, counted = [], 0
     for name, value in times.items():
@@ -71,10 +71,10 @@ def breakdown(case, times, rate):
 
 
 def traffic(case, kernel):
-    """Bytes that one of our kernels must move for the case, each once; None for a kernel that is not listed here.
+    """Bytes that one of our kernels must move for the case, each once; None for other kernels.
 
-    The CTAs that share a head read the same records; all reads but one are taken to hit the L2 cache. The replay reads
-    records again when the spine has long gone on, which is counted.
+    The CTAs that share a head read the same records: all reads but one are taken to hit the L2 cache. The replay reads records
+    again long after the spine did: both reads are counted.
     """
     rows = case.tokens * case.heads
     states = case.sequences * case.heads * 4 * cases.DIM * cases.DIM
@@ -100,7 +100,7 @@ def chunks(case, size):
 
 
 def copy_rate():
-    """Bytes read and written a microsecond by a large device-to-device copy."""
+    """Bytes read and written per microsecond by a large device-to-device copy."""
     import torch
 
     source = torch.randn(COPY_BYTES // 4, device="cuda")

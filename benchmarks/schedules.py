@@ -1,7 +1,7 @@
 """`python -m benchmarks.schedules`: the schedules of the 64-token kernels beside each other, on this GPU.
 
-Medians of CUDA-graph replays, in turns, of one sequence; what planning chooses has a star. The limits in planning.py are
-read off such a table. Exit status 1 where a schedule's bits are not those of the plain one.
+Medians of CUDA-graph replays of one sequence, in turns. A star marks what planning chooses: the limits in planning.py come
+from such a table. Exit status 1 where a schedule's bits are not those of the plain one.
 """
 
 import argparse
@@ -11,12 +11,14 @@ import statistics
 from fla_kda_backend import op, planning
 from fla_kda_backend.call import parse
 from fla_kda_backend.cli._table import table
+from fla_kda_backend.kernels.variant import Variant
+from fla_kda_backend.kernels.wy64 import contract
 
 from . import cases, specs, timing
 
 HEADS, TOKENS = (6, 12, 13, 16, 20, 24, 28, 32, 40, 48, 64, 96), (8192, 2048)
 SCHEDULES = {"plain": (False, False), "replay": (False, True), "overlap": (True, False), "both": (True, True)}
-REPLAY_HEADS = 33  # a replay needs as many CTAs again as there are tasks, two a head
+REPLAY_HEADS = 33  # a replay needs as many CTAs again as there are tasks, two per head
 
 
 class Schedule:
@@ -24,8 +26,8 @@ class Schedule:
 
     def __init__(self, name, sm_count=specs.H200.sm_count):
         overlap, replay = SCHEDULES[name]
-        options = (("max_ctas", sm_count), ("overlap", overlap), ("replay", replay))
-        self.name, self.plan = name, planning.Plan("wy64", options, sm_count)
+        schedule = contract.Schedule(max_ctas=sm_count, overlap=overlap, replay=replay)
+        self.name, self.plan = name, planning.Plan("wy64", Variant(), schedule, sm_count)
         self.selected = contextlib.nullcontext
 
     def __call__(self, call):
@@ -42,7 +44,7 @@ def schedules_of(heads):
 
 def planned(heads, tokens, sm_count):
     """The name of the schedule that planning chooses."""
-    params = planning.wy64(tokens, 1, heads, sm_count, False).params
+    params = planning.wy64(tokens, 1, heads, sm_count, Variant()).params
     return next(name for name, chosen in SCHEDULES.items() if chosen == (params["overlap"], params["replay"]))
 
 
@@ -80,7 +82,7 @@ def main(arguments=None):
 
 
 def measure(case, schedules):
-    """({name: median us a call}, whether all bits agree)."""
+    """({name: median us per call}, whether all bits agree)."""
     import torch
 
     sets = cases.input_sets(case, "mixed")

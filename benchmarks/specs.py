@@ -1,12 +1,13 @@
-"""Which compiled kernels a call would launch, which its metadata tells: tensors on the meta device will do.
+"""The compiled kernels that a call would launch. Its metadata decides them: tensors on the meta device will do.
 
 A machine without the DSL gets them from one that has it (export.py).
 """
 
-from fla_kda_backend import op, planning
+from fla_kda_backend import planning
 from fla_kda_backend.call import parse
 from fla_kda_backend.compiling import ARCHS
 from fla_kda_backend.facts import Facts
+from fla_kda_backend.geometry import geometry
 
 H200 = Facts(capability=(9, 0), sm_count=132, grad_enabled=False, inference_mode=False, mode="auto", untested=True)
 
@@ -19,5 +20,5 @@ def of_mode(call, mode):
 
 def of_plan(call, plan):
     """Specs of the call under a plan."""
-    spec = op.spec_of(parse((), call), plan, arch=ARCHS[H200.capability])
+    spec = geometry(parse((), call), plan, ARCHS[H200.capability]).spec
     return [] if spec is None else [spec]

@@ -13,6 +13,9 @@ import torch
 from . import planning
 from .call import parse
 from .eligibility import ACCEPTED, Decision
+from .kernels.variant import Variant
+from .testing import Form, Normal, make
+from .testing.values import before_gate
 
 logger = logging.getLogger("fla_kda_backend")
 
@@ -85,35 +88,18 @@ def case(device, lengths=LENGTHS, heads=HEADS, gate="bounded"):
 
     gate: "bounded", FlashKDA's call; "softplus", the same without a bound; "given", fp32 log decay that is computed already.
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    tokens, dim = sum(lengths), 128
+    given = gate == "given"
+    variant = Variant(gate, "fp32" if given else "bf16", *((None, None) if given else ("fp32", "fp32")),
+                      initial_state="fp32", cu_seqlens="int64")  # fmt: skip
 
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+    def draw(form):
+        normal = Normal("cpu", seed=0)
+        decay = -torch.exp(normal.uniform(*form.shape("g")) * 8 - 7)
+        values = {"g": before_gate(decay, gate)}
+        values |= {name: normal(*form.shape(name)) for name in ("q", "k", "v", "beta", "initial_state")}
+        return values | {name: torch.zeros(form.shape(name), device="cpu") for name in ("A_log", "dt_bias")}
 
-    decay = -torch.exp(torch.rand(1, tokens, heads, dim, generator=generator, dtype=torch.float32, device="cpu") * 8 - 7)
-    raw = {"bounded": torch.logit(decay / -5), "softplus": torch.log(torch.expm1(-decay)), "given": decay}[gate]
-    offsets = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
-    inputs = {
-        "q": normal(1, tokens, heads, dim).bfloat16(),
-        "k": normal(1, tokens, heads, dim).bfloat16(),
-        "v": normal(1, tokens, heads, dim).bfloat16(),
-        "g": raw if gate == "given" else raw.bfloat16(),
-        "beta": normal(1, tokens, heads).bfloat16(),
-        "initial_state": normal(len(lengths), heads, dim, dim),
-        "cu_seqlens": offsets,
-    }
-    if gate != "given":
-        inputs["A_log"] = torch.zeros(heads, dtype=torch.float32, device="cpu")
-        inputs["dt_bias"] = torch.zeros(heads * dim, dtype=torch.float32, device="cpu")
-    flags = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first", "output_final_state")
-    return {
-        **{name: value.to(device) for name, value in inputs.items()},
-        **dict.fromkeys(flags, True),
-        "use_gate_in_kernel": gate != "given",
-        "safe_gate": gate == "bounded",
-        "lower_bound": -5.0 if gate == "bounded" else None,
-    }
+    return make(Form.of(variant, lengths, heads), draw, device)
 
 
 def difference(ours, theirs):

@@ -1,14 +1,20 @@
 """The calls that the GPU tests cover: which variants are compiled (KINDS), and which inputs they meet (CASES).
 
-A variant costs seconds to compile, so there are few: every three choices of the arithmetic meet in one, and every two of
-everything. Lengths, strides, heads and values are told at run time, and spread over the variants pair by pair.
+A variant costs seconds to compile, so there are few. Every three choices of the arithmetic meet in one of them, and every
+two choices of all. Lengths, strides, heads and values are known at run time alone; every two of them meet in a case.
 """
 
+from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 import covering
 
-ARITHMETIC = {  # the kernels' options of these names
+from fla_kda_backend.kernels.variant import Variant
+from fla_kda_backend.testing import REGIMES
+from fla_kda_backend.testing.calls import LAYOUTS
+
+ARITHMETIC = {  # by the names of Variant's fields
     "gate": ("bounded", "softplus", "given"),
     "gate_dtype": ("bf16", "fp32"),
     "a_log": ("fp32", "bf16", None),
@@ -18,12 +24,12 @@ ARITHMETIC = {  # the kernels' options of these names
     "l2norm": (True, False),
     "state_v_first": (True, False),
 }
-STORAGE = {"initial": ("fp32", None), "final": ("fp32", None), "cu_dtype": (None, "int64", "int32")}
+STORAGE = {"initial_state": ("fp32", None), "final_state": ("fp32", None), "cu_seqlens": (None, "int64", "int32")}
 AT_RUN_TIME = {
-    "regime": ("normal", "saturated", "slow", "correlated", "repeated", "steep", "alternating"),
+    "regime": REGIMES,
     "tail": (1, 15, 16, 17, 63, 64, 65),  # tokens
     "before": (0, 64, 150),  # tokens ahead of the tail, of a sequence of their own
-    "layout": ("whole", "fused", "transposed", "unaligned"),  # how q, k, v, g and beta lie in memory
+    "layout": LAYOUTS,  # how q, k, v, g and beta lie in memory
     "heads": (2, 4),  # of v, for two of q and k; FLA tunes its kernels anew for every number of heads
     "flat": (True, False),  # A_log [HV] and dt_bias [HV * K], or [1, 1, HV, 1] and [HV, K]
     "scale": (None, 0.3),
@@ -32,31 +38,21 @@ QK_HEADS = 2
 CASES_A_KIND = 6
 
 
-class Kind(NamedTuple):
-    """A compiled variant, by the kernels' options."""
+# A call with states in and out; FlashKDA's own without arguments. A kind of call is a Variant.
+Kind = partial(Variant, initial_state="fp32")
+FLASHKDA = Kind()
 
-    gate: str = "bounded"
-    gate_dtype: str = "bf16"
-    a_log: str | None = "fp32"
-    dt_bias: str | None = "fp32"
-    beta: str = "sigmoid"
-    beta_dtype: str = "bf16"
-    l2norm: bool = True
-    state_v_first: bool = True
-    initial: str | None = "fp32"
-    final: str | None = "fp32"
-    cu_dtype: str | None = None
-    states: bool = False
 
-    @property
-    def name(self):
-        return "-".join(f"{field}_{value}" for field, value in self._asdict().items() if value != self._field_defaults[field])
+def label(kind):
+    """In what a kind differs from FLASHKDA."""
+    default = asdict(FLASHKDA)
+    return "-".join(f"{name}_{value}" for name, value in asdict(kind).items() if value != default[name]) or "flashkda"
 
 
 class Case(NamedTuple):
     """A call of a kind; the fields are those of AT_RUN_TIME."""
 
-    kind: Kind
+    kind: Variant
     regime: str = "normal"
     tail: int = 65
     before: int = 64
@@ -69,12 +65,12 @@ class Case(NamedTuple):
     def lengths(self):
         """Tokens of each sequence; of one length where they are not packed."""
         longest = self.before + self.tail
-        return (longest, longest) if self.kind.cu_dtype is None else (self.tail, 0, longest)
+        return (longest, longest) if self.kind.cu_seqlens is None else (self.tail, 0, longest)
 
     @property
     def name(self):
         run_time = (f"{field}_{getattr(self, field)}" for field in AT_RUN_TIME)
-        return "-".join([self.kind.name or "flashkda", *run_time])
+        return "-".join([label(self.kind), *run_time])
 
 
 def allowed(row):
@@ -98,9 +94,8 @@ KINDS = kinds()
 CASES = cases(KINDS)
 
 # ---- by name -------------------------------------------------------------------------------------------------------
-FLASHKDA = Kind()
 SOFTPLUS = Kind(gate="softplus")  # FLA's own layer by default
 GIVEN = Kind(gate="given", a_log=None, dt_bias=None)
 # Kimi-Linear's modelling code: pre-activated fp32 g, fp32 sigmoided beta, K-first states
-KIMI = Kind("given", "fp32", None, None, "given", "fp32", state_v_first=False, cu_dtype="int64")
+KIMI = Kind("given", "fp32", None, None, "given", "fp32", state_v_first=False, cu_seqlens="int64")
 BY_GATE = {"bounded": FLASHKDA, "softplus": SOFTPLUS, "given": GIVEN}

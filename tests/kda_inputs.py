@@ -1,61 +1,56 @@
-"""Seeded inputs of KDA: random ones over all decay rates, and the regimes in which roundings show.
+"""Inputs of FlashKDA's call: a dict of the arguments that reference.exact.forward and fla_kda_backend.fwd share.
 
-Inputs are a dict with the argument names of reference.exact.forward.
+Random ones over all decay rates, the regimes in which roundings show, and changes to both.
 """
-
-import zlib
 
 import torch
 
-TOKEN_AXIS = ("q", "k", "v", "g", "beta")
+from fla_kda_backend.kernels.variant import DTYPE_NAMES, Variant
+from fla_kda_backend.testing import TOKEN_AXIS, Form, Normal, make, standard_normal
+from fla_kda_backend.testing.values import before_gate
+
 FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate", "state_v_first")
 REGIMES = ("normal", "saturated", "slow", "correlated", "repeated", "alternating")
-
-
-def seed_of(*case):
-    return zlib.crc32(repr(case).encode())
-
-
-class Normal:
-    """Normal numbers from a generator of their own."""
-
-    def __init__(self, device, *case):
-        self.device = torch.device(device)
-        self.generator = torch.Generator(self.device).manual_seed(seed_of(*case))
-
-    def __call__(self, *shape, dtype=torch.float32):
-        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=dtype)
-
-    def uniform(self, *shape):
-        return torch.rand(*shape, generator=self.generator, device=self.device)
+INPUTS = (*TOKEN_AXIS, "scale", "A_log", "dt_bias", "lower_bound", "initial_state", "cu_seqlens")
 
 
 def random_inputs(tokens, heads, *, batch=1, cu_seqlens=None, cu_dtype=torch.int64, state=torch.float32, scale=128**-0.5,
                   lower_bound=-5.0, device="cpu", seed=0):  # fmt: skip
-    """The log decay is log-uniform from -0.001 to -3 a token (or to 0.6 of a weaker bound), channel by channel.
+    """The log decay is log-uniform from -0.001 to -3 per token (or to 0.6 of a weaker bound), channel by channel.
 
     With strong decay alone the state is forgotten inside a chunk, and a recurrence that drops it would pass.
     cu_seqlens: a list of offsets, or None. state: dtype of the initial state, or None for none.
     """
     normal = Normal(device, tokens, heads, batch, cu_seqlens, lower_bound, seed)
-    bf16 = torch.bfloat16
-    A_log, dt_bias = 0.3 * normal(heads), 0.3 * normal(heads, 128)
-    strongest = min(3.0, -0.6 * lower_bound)
-    decay = 1e-3 * (strongest / 1e-3) ** normal.uniform(heads, 128)
-    logit = torch.logit(decay / -lower_bound) / A_log.exp()[:, None] - dt_bias
-    g = logit.to(bf16) + 0.1 * normal(batch, tokens, heads, 128, dtype=bf16)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    return {
-        **{name: normal(batch, tokens, heads, 128, dtype=bf16) for name in "qkv"},
-        "g": g,
-        "beta": normal(batch, tokens, heads, dtype=bf16),
-        "scale": scale,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "lower_bound": lower_bound,
-        "initial_state": None if state is None else normal(sequences, heads, 128, 128).to(state),
-        "cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=cu_dtype, device=device),
-    }
+
+    def gate(A_log, dt_bias):
+        strongest = min(3.0, -0.6 * lower_bound)
+        decay = -1e-3 * (strongest / 1e-3) ** normal.uniform(heads, 128)
+        g = before_gate(decay, "bounded", A_log.exp()[:, None], dt_bias, lower_bound)
+        return g.bfloat16() + 0.1 * normal(batch, tokens, heads, 128, dtype=torch.bfloat16)
+
+    return inputs_of(
+        lambda form: standard_normal(form, normal, gate, spread=0.3),
+        device,
+        tokens,
+        heads,
+        batch=batch,
+        offsets=None if cu_seqlens is None else tuple(cu_seqlens),
+        cu_seqlens=None if cu_seqlens is None else DTYPE_NAMES[str(cu_dtype)],
+        state=None if state is None else DTYPE_NAMES[str(state)],
+        scale=scale,
+        lower_bound=lower_bound,
+    )
+
+
+def inputs_of(draw, device, tokens, heads, *, batch=1, offsets=None, cu_seqlens=None, state="fp32", scale=128**-0.5,
+              lower_bound=-5.0):  # fmt: skip
+    """Those of a form whose values `draw` gives."""
+    variant = Variant(initial_state=state, cu_seqlens=cu_seqlens)
+    sizes = {"batch": batch, "tokens": tokens, "offsets": offsets}
+    form = Form.of(variant, (tokens,), heads, scale=scale, lower_bound=lower_bound, **sizes)
+    call = make(form, draw, device, spelled_out=True)
+    return {name: call[name] for name in INPUTS} | {"dt_bias": call["dt_bias"].view(heads, 128)}
 
 
 def regime(name, tokens, heads=2, device="cpu", seed=0):
@@ -67,7 +62,7 @@ def regime(name, tokens, heads=2, device="cpu", seed=0):
         g = torch.full_like(g, 12.0)
     elif name == "slow":
         g = g - 6
-    elif name == "alternating":  # even and odd channels take turns, 8 tokens each, at hardly decaying; two of them stand out
+    elif name == "alternating":  # even and odd channels hardly decay in turns, 8 tokens each; two channels stand out
         turn = torch.arange(tokens, device=device)[:, None, None] // 8 % 2 == torch.arange(128, device=device) % 2
         g = torch.where(turn, g - 12, g + 12)
         q[..., :2], k[..., :2] = 6 * q[..., :2], 6 * k[..., :2]
@@ -76,15 +71,9 @@ def regime(name, tokens, heads=2, device="cpu", seed=0):
         k = k[:, :1] + (0.05 * k if name == "correlated" else torch.zeros_like(k))
         q = q if name == "correlated" else k
         beta = torch.full_like(beta, 2.0 if name == "correlated" else 8.0)
-    tensors = dict(zip(TOKEN_AXIS, (x.to(torch.bfloat16) for x in (q, k, v, g, beta))))
-    return tensors | {
-        "scale": 128**-0.5,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "lower_bound": -5.0,
-        "initial_state": normal(1, heads, 128, 128),
-        "cu_seqlens": None,
-    }
+    values = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    values["initial_state"] = normal(1, heads, 128, 128)
+    return inputs_of(lambda form: values, device, tokens, heads)
 
 
 EXTREMES = ("saturated", "saturated strong", "saturated weak", "steep", "zero rows", "large values", "large state",

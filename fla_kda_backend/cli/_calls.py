@@ -100,26 +100,27 @@ def calls(layer, sequences=SEQUENCES):
 
 
 def _call(layer, number, tokens, initial, final, offsets, beta, parameters):
-    import torch
+    from ..testing.calls import Form, make, rows_of
 
-    def meta(*shape, dtype):
-        return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
-
-    lead = (number, tokens) if offsets is None else (1, number * tokens)
-    state = (layer.value_dim, layer.dim) if layer.flags.get("state_v_first") else (layer.dim, layer.value_dim)
-    return {
-        "q": meta(*lead, layer.heads, layer.dim, dtype=layer.dtype),
-        "k": meta(*lead, layer.heads, layer.dim, dtype=layer.dtype),
-        "v": meta(*lead, layer.value_heads, layer.value_dim, dtype=layer.dtype),
-        "g": meta(*lead, layer.value_heads, layer.dim, dtype=layer.gate_dtype),
-        "beta": meta(*lead, layer.value_heads, dtype=beta),
-        "A_log": None if parameters is None else meta(layer.value_heads, dtype=parameters),
-        "dt_bias": None if parameters is None else meta(layer.value_heads * layer.dim, dtype=parameters),
-        "initial_state": meta(number, layer.value_heads, *state, dtype="float32") if initial else None,
-        "output_final_state": final,
-        "cu_seqlens": None if offsets is None else meta(number + 1, dtype=offsets),
-        **layer.flags,
+    dtypes = {
+        **dict.fromkeys(("q", "k", "v"), layer.dtype),
+        "g": layer.gate_dtype,
+        "beta": beta,
+        **dict.fromkeys(("A_log", "dt_bias"), parameters),
+        "initial_state": "float32" if initial else None,
+        "cu_seqlens": offsets,
     }
+    rows = rows_of((tokens,) * number, offsets is not None)
+    form = Form(
+        **rows,
+        qk_heads=layer.heads,
+        heads=layer.value_heads,
+        dim=layer.dim,
+        value_dim=layer.value_dim,
+        dtypes={name: dtype for name, dtype in dtypes.items() if dtype is not None},
+        flags={**layer.flags, "output_final_state": final},
+    )
+    return make(form)
 
 
 def specs_of(arguments, arch, sm_count, modes):

@@ -2,7 +2,7 @@
 
     python compile_matrix.py FAMILY ARCH OPTIONS.json REPORT.json
 
-A process of its own for each architecture, because the DSL takes its target at import. The disassemblers are Triton's.
+Each architecture takes a process of its own, because the DSL takes its target at import. The disassemblers are Triton's.
 """
 
 import json

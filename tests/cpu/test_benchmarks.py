@@ -15,11 +15,12 @@ from fla_kda_backend import dispatch_log, eligibility, planning
 from fla_kda_backend.call import parse
 from fla_kda_backend.reference import gold
 
-PREPARE = "kernel_cutlass_kernel_fla_kda_backendkernelsprepare_chunk16PrepareChunk16_object_at__0"
-RECURRENCE = "kernel_cutlass_kernel_fla_kda_backendkernelsrecurrence_splitRecurrenceSplit_object_at__1"
-PREPARE64 = "kernel_cutlass_kernel_fla_kda_backendkernelsprepare_wy64PrepareWY64_object_at__CopyAtom_ThrID10_0"
-CHAIN64 = "kernel_cutlass_kernel_fla_kda_backendkernelschain_wy64ChainWY64_object_at__1"
-REPLAY64 = "kernel_cutlass_kernel_fla_kda_backendkernelschain_replay_wy64ChainReplayWY64_object_at__1"
+MANGLED = "kernel_cutlass_kernel_fla_kda_backendkernels"
+PREPARE = f"{MANGLED}column_splitpreparePrepareChunk16_object_at__0"
+RECURRENCE = f"{MANGLED}column_splitrecurrenceRecurrenceSplit_object_at__1"
+PREPARE64 = f"{MANGLED}wy64preparekernelPrepareWY64_object_at__CopyAtom_ThrID10_0"
+CHAIN64 = f"{MANGLED}wy64chainkernelChainWY64_object_at__1"
+REPLAY64 = f"{MANGLED}wy64chainreplayChainReplayWY64_object_at__1"
 TRITON = "chunk_kda_fwd_kernel_inter_solve_fused"
 SMALL = cases.Case("small", (40, 24), 2, True, 100)
 RUN = dict.fromkeys(("gpu", "driver", "torch", "triton", "fla", "dsl", "version"), "x")
@@ -69,13 +70,13 @@ def test_calls_of_other_models_decay_alike(call, group):
     arguments = cases.inputs(case, "strong", device="cpu")
     decay = arguments["g"].double() if call == "kimi" else wanted_decay(arguments | {"lower_bound": None})
     assert 1 - cases.JITTER - 0.04 < (decay / cases.STRONG).min() and (decay / cases.STRONG).max() < 1 + cases.JITTER + 0.04
-    variant = planning.plan(parse((), arguments), specs.H200).params
+    variant = planning.plan(parse((), arguments), specs.H200).variant
     expected = {
         "kimi": {"gate": "given", "gate_dtype": "fp32", "a_log": None, "dt_bias": None, "beta": "given", "beta_dtype": "fp32",
                  "state_v_first": False},
         "softplus": {"gate": "softplus"},
     }[call]  # fmt: skip
-    assert {name: variant[name] for name in planning.FLASHKDA.keys() & variant} == expected
+    assert variant.changes == expected
     assert arguments["q"].shape[2] * group == arguments["v"].shape[2] == 4
     whole, few = gold.forward(**arguments), gold.forward(**cases.few_heads(arguments, [1, 2]))
     assert torch.equal(few[0], whole[0][:, :, [1, 2]]) and torch.equal(few[1], whole[1][:, [1, 2]])
@@ -106,22 +107,22 @@ def test_every_benchmark_lists_kernels_that_exist():
 
 
 def test_the_variants_that_auto_chooses_are_listed():
-    listed = [dict(spec.options) for spec in bench.needed_specs() if spec.family == "wy64"]
-    found = {(options["replay"], options["cu_dtype"]) for options in listed}
+    listed = [spec for spec in bench.needed_specs() if spec.family == "wy64"]
+    found = {(spec.schedule.replay, spec.variant.cu_seqlens) for spec in listed}
     assert found == {(True, None), (False, None), (False, "int64")}
-    assert all((options["initial"], options["final"]) == (None, "fp32") for options in listed)
-    assert not any(options["segmented"] for options in listed)
+    assert all((spec.variant.initial_state, spec.variant.final_state) == (None, "fp32") for spec in listed)
+    assert not any(spec.schedule.segmented for spec in listed)
 
 
 def test_listed_kernels_are_valid():
     pytest.importorskip("cutlass")
     from importlib import import_module
 
-    from fla_kda_backend.compiling.spec import FAMILIES
+    from fla_kda_backend.kernels.families import FAMILIES
 
     for spec in export.needed_specs():
-        module, name = FAMILIES[spec.family]
-        kernel = getattr(import_module(module), name)(**dict(spec.options))
+        module, name = FAMILIES[spec.family].kernel
+        kernel = getattr(import_module(module), name)(spec.variant, spec.schedule)
         assert all(size + 1024 <= 228 << 10 for size in kernel.smem_bytes().values()), spec
 
 
@@ -129,8 +130,8 @@ def test_a_listed_kernel_is_the_plans():
     call = cases.inputs(cases.CASES["varlen6-H12"], device="meta")
     (spec,) = specs.of_mode(call, "exact")
     plan = planning.plan(parse((), call), specs.H200._replace(mode="exact"))
-    assert spec.family == plan.kernel and set(plan.options) <= set(spec.options)
-    assert ("cu_dtype", "int64") in spec.options and ("final", "fp32") in spec.options
+    assert (spec.family, spec.variant, spec.schedule) == (plan.kernel, plan.variant, plan.schedule)
+    assert (spec.variant.cu_seqlens, spec.variant.final_state) == ("int64", "fp32")
 
 
 def test_schedules_know_what_planning_chooses():
@@ -171,14 +172,12 @@ def record(outcome="accepted", code="ok", kernel="column_split", params=(("bv", 
         ("exact", record(), [PREPARE, RECURRENCE, TRITON], "others ran too"),
         ("exact", None, [TRITON], "FLA did not ask"),
         ("exact", record("failed", "exception"), [TRITON], "failed: exception"),
-        ("exact", record("declined", "cost"), [TRITON], "declined: cost"),
+        ("exact", record("declined", "flag_type"), [TRITON], "declined: flag_type"),
         ("auto", record(kernel="wy64", params=WY64), [PREPARE64, CHAIN64], None),
         ("auto", record(kernel="wy64", params=WY64_REPLAY), [PREPARE64, REPLAY64], None),
         ("auto", record(kernel="wy64", params=WY64_REPLAY), [PREPARE64, CHAIN64], "ChainReplayWY64 did not run"),
         ("auto", record(kernel="wy64", params=WY64), [PREPARE64, REPLAY64], "ChainWY64 did not run"),
         ("auto", record(kernel="wy64", params=WY64), [PREPARE, RECURRENCE], "PrepareWY64 did not run"),
-        ("auto", record("declined", "cost"), [TRITON], None),
-        ("auto", record("declined", "cost"), [PREPARE, RECURRENCE], "2 kernels of ours ran"),
         ("auto", record("declined", "lower_bound"), [TRITON], "declined: lower_bound"),
         ("triton", None, [TRITON, "chunk_gla_fwd_kernel_o"], None),
         ("triton", None, [PREPARE, RECURRENCE], "2 kernels of ours ran"),

@@ -1,4 +1,4 @@
-"""What the compiler makes of every kind of variant on every architecture; needs the DSL, no GPU."""
+"""What the compiler makes of the column split's variants on every architecture; needs the DSL, no GPU."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -7,12 +7,12 @@ import compiling
 import pytest
 
 from fla_kda_backend import planning
-from fla_kda_backend.compiling import ARCHS
+from fla_kda_backend.compiling import ARCHS, KernelSpec
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
-SMEM_LIMIT = {"sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_120a": 99}  # KB a CTA may use, CUDA programming guide
-# Where ptxas spills some registers of the full-width state, up to so many bytes: only where the code was never run.
+SMEM_LIMIT = {"sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_120a": 99}  # KB that a CTA may use, CUDA programming guide
+# Bytes up to which ptxas spills registers of the full-width state. It does so only for GPUs that the code was never run on.
 SPILLED = dict.fromkeys(
     [("sm_100a", "robust", 128), ("sm_103a", "robust", 128), ("sm_120a", "robust", 128), ("sm_120a", "exact", 128)], 64
 )
@@ -24,7 +24,7 @@ BOTH = (False, True)
 
 
 def exact_variants():
-    names = ("bv", "initial", "final", "cu_dtype", "segmented")
+    names = ("bv", "initial_state", "final_state", "cu_seqlens", "segmented")
     rows = itertools.product(planning.BV_CHOICES, STATES, STATES, CU_DTYPES, BOTH)
     return [dict(zip(names, row), arithmetic="exact") for row in compiling.pairwise(list(rows))]
 
@@ -44,15 +44,13 @@ def inputs():
 
 def robust_variants():
     """Every value of an option meets every value of every other that the same kernel depends on."""
-    names = ("bv", "initial", "final", "cu_dtype", "segmented", "state_v_first", "state_chunk")
+    names = ("bv", "initial_state", "final_state", "cu_seqlens", "segmented", "state_v_first", "intermediate_states")
     rows = itertools.product(planning.BV_CHOICES, STATES, STATES, CU_DTYPES, BOTH, BOTH, (None, 64, 32))
     recurrences = [dict(zip(names, row)) for row in compiling.pairwise(list(rows))]
     prepares = [{}, *inputs()]  # the first: FlashKDA's call
     chosen = []
     for k in range(max(len(recurrences), len(prepares))):
-        options = recurrences[k % len(recurrences)] | prepares[k % len(prepares)]
-        chunk = options.pop("state_chunk")
-        chosen.append(options | {"arithmetic": "robust", "states": chunk is not None, "state_chunk": chunk or 64})
+        chosen.append(recurrences[k % len(recurrences)] | prepares[k % len(prepares)] | {"arithmetic": "robust"})
     return chosen
 
 
@@ -68,24 +66,34 @@ def label(options):
     return "-".join(str(value).lower() for value in options.values())
 
 
+MATRIX = [(arch, n) for arch in SMEM_LIMIT for n in range(len(VARIANTS))]
+EXACT, ROBUST = 0, len(exact_variants())  # the first of each
+FAST = {("sm_90a", EXACT), ("sm_90a", ROBUST), ("sm_100a", ROBUST)}
+
+
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """arch -> one report for each of VARIANTS."""
-    folder = tmp_path_factory.mktemp("compile")
+def reports(request, tmp_path_factory):
+    """(arch, number of a variant) -> report, of those whose tests are run."""
+    folder, wanted = tmp_path_factory.mktemp("compile"), {}
+    for arch, n in compiling.selected(request, "compiled"):
+        wanted.setdefault(arch, []).append(n)
+
+    def reports_of(arch):
+        return compiling.reports("column_split", arch, [VARIANTS[n] for n in wanted[arch]], folder)
+
     with ThreadPoolExecutor(2) as two_at_a_time:
-        made = two_at_a_time.map(lambda arch: compiling.reports("column_split", arch, VARIANTS, folder), SMEM_LIMIT)
-        return dict(zip(SMEM_LIMIT, made))
+        made = two_at_a_time.map(reports_of, wanted)
+        return {(arch, n): report for arch, found in zip(wanted, made) for n, report in zip(wanted[arch], found)}
 
 
 def test_every_architecture_is_compiled_for():
     assert set(SMEM_LIMIT) == set(ARCHS.values())
 
 
-@pytest.fixture(params=[(arch, i) for arch in SMEM_LIMIT for i in range(len(VARIANTS))],
-                ids=lambda param: f"{param[0]}-{label(VARIANTS[param[1]])}")  # fmt: skip
+@pytest.fixture(params=compiling.parameters(MATRIX, FAST, lambda each: f"{each[0]}-{label(VARIANTS[each[1]])}"))
 def compiled(request, reports):
-    arch, i = request.param
-    return arch, VARIANTS[i], reports[arch][i]
+    arch, n = request.param
+    return arch, VARIANTS[n], reports[arch, n]
 
 
 def test_compiled_variant(compiled):
@@ -101,15 +109,15 @@ def test_compiled_variant(compiled):
 
 def check_prepare(kernel, smem, options, arch):
     ptx, sass = kernel["ptx"], kernel["sass"]
-    anchored = options.get("gate", "bounded") != "bounded" or not options.get("l2norm", True)
-    # so many CTAs of 128 threads on an SM: their registers, and their shared memory in the SM's 228 KB
-    ctas = 4 if anchored else 8 if options.get("gate_dtype", "bf16") == "bf16" else 6
+    needs_levels = options.get("gate", "bounded") != "bounded" or not options.get("l2norm", True)
+    # CTAs of 128 threads that an SM holds, by their registers and by their shared memory in its 228 KB
+    ctas = 4 if needs_levels else 8 if options.get("gate_dtype", "bf16") == "bf16" else 6
     assert kernel["registers"] <= 65536 // (128 * ctas)
     assert no_local_memory(kernel)
     if SMEM_LIMIT[arch] == 227:
         assert ctas * (smem + 1024) <= 228 * 1024
     # 8 k-blocks: L and scores, each of 2 column tiles, or one level for each warp
-    assert ptx[BF16_MMA] == (8 if anchored else 2 * 8 * 2)
+    assert ptx[BF16_MMA] == (8 if needs_levels else 2 * 8 * 2)
     neumann = options["arithmetic"] == "exact"
     assert ptx.get(F16_MMA, 0) == (3 * 2 * 2 if neumann else 0)
     assert ptx.get(MOVMATRIX, 0) == (3 * 2 * 4 if neumann else 0)
@@ -130,17 +138,20 @@ def check_recurrence(kernel, options, spilled):
     # the state before the loop and in it, u, U; the inverse's second term
     assert ptx[MOVMATRIX] == tiles * (16 + 16 + 2 + 2) + 3 * (terms - 1)
     rows_of_out = 2 if tiles == 1 else 0  # wider ones are vectors
-    states = tiles * 16 if options.get("states") else 0
+    states = tiles * 16 if options.get("intermediate_states") else 0
     assert ptx.get("st.global.b32", 0) == rows_of_out + states
     assert ptx[BULK_LOAD] == 1
     assert ptx["griddepcontrol.wait"] == 1
 
 
-@pytest.mark.parametrize("options", [{"gate": "softplus"}, {"l2norm": False}, {"state_v_first": False}, {"states": True}],
-                         ids=lambda options: next(iter(options)))  # fmt: skip
-def test_the_exact_arithmetic_takes_no_other_call(options, tmp_path):
-    with pytest.raises(AssertionError, match="the exact arithmetic takes FlashKDA's call only"):
-        compiling.reports("column_split", "sm_90a", [options], tmp_path)
+@pytest.mark.parametrize(
+    "options",
+    [{"gate": "softplus"}, {"l2norm": False}, {"state_v_first": False}, {"intermediate_states": 64}],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_exact_arithmetic_takes_no_other_call(options):
+    with pytest.raises(ValueError, match="the exact arithmetic takes FlashKDA's call only"):
+        KernelSpec.of("column_split", "sm_90a", **options)
 
 
 BF16_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"

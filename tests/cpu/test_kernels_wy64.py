@@ -6,10 +6,12 @@ from collections import Counter
 import compiling
 import pytest
 
+from fla_kda_backend.compiling import KernelSpec
+
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
-SMEM_LIMIT = 227 * 1024  # bytes a CTA may use
-SMEM_OF_SM = 228 * 1024  # of which every CTA takes 1 KB for itself
+SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use
+SMEM_OF_SM = 228 * 1024  # bytes of an SM; every CTA on it takes 1 KB more than it uses
 STATES = (None, "fp32", "bf16")
 CU_DTYPES = (None, "int32", "int64")
 DTYPES = ("fp32", "bf16")
@@ -18,10 +20,11 @@ BOTH = (False, True)
 
 def chains():
     """What the chain depends on."""
-    names = ("overlap", "replay", "segmented", "initial", "final", "cu_dtype", "state_v_first", "states")
+    names = ("overlap", "replay", "segmented", "initial_state", "final_state", "cu_seqlens", "state_v_first",
+             "intermediate_states")  # fmt: skip
     rows = [
         row
-        for row in itertools.product(BOTH, BOTH, BOTH, STATES, STATES, CU_DTYPES, BOTH, BOTH)
+        for row in itertools.product(BOTH, BOTH, BOTH, STATES, STATES, CU_DTYPES, BOTH, (None, 64))
         if not (row[1] and (row[2] or row[7])) and not (row[0] and row[2])
     ]  # fmt: skip
     return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
@@ -29,14 +32,14 @@ def chains():
 
 def directs():
     """What prepare depends on where it computes sequences of one chunk itself."""
-    names = ("final", "cu_dtype", "state_v_first", "beta_dtype", "a_log", "dt_bias")
+    names = ("final_state", "cu_seqlens", "state_v_first", "beta_dtype", "a_log", "dt_bias")
     rows = list(itertools.product(STATES, CU_DTYPES, BOTH, DTYPES, (None, *DTYPES), (None, *DTYPES)))
     return [dict(zip(names, row), direct=True) for row in compiling.pairwise(rows)]
 
 
 def prepares():
     """What the prepare kernel depends on, but for an initial state or segments."""
-    names = ("overlap", "gate", "gate_dtype", "l2norm", "cu_dtype", "beta", "beta_dtype", "a_log", "dt_bias")
+    names = ("overlap", "gate", "gate_dtype", "l2norm", "cu_seqlens", "beta", "beta_dtype", "a_log", "dt_bias")
     parameters = (None, *DTYPES)
     rows = [
         row
@@ -49,21 +52,29 @@ def prepares():
 
 VARIANTS = [{}, *chains(), *prepares(), *directs()]
 
+
+def first(**options):
+    """Number of the first variant with these options."""
+    return next(n for n, one in enumerate(VARIANTS) if options.items() <= (DEFAULTS | one).items())
+
+
+DEFAULTS = {"overlap": False, "replay": False, "segmented": False, "direct": False, "initial_state": None,
+            "final_state": "fp32", "state_v_first": True, "gate": "bounded", "l2norm": True}  # fmt: skip
+FAST = {0, first(replay=True), first(overlap=True), first(gate="softplus"), first(direct=True)}
+
 # HGMMA, ARRIVE, DEPBAR. Of a link with outputs: V', Q S, the update, A V'; of a first link from state zero: the update,
 # A V'; of the spine: before its loop, in it, after it. ARRIVE and DEPBAR are the groups and waits as written: one more of
 # either means that ptxas has put products one after the other.
 LINK = (8 + 8 + 8 + 4, 3, 4)
 FIRST_LINK = (8 + 4, 1, 1)
 SPINE = (8 + (8 + 8) + 8, 1 + 3 + 1, 1 + 3 + 2)
-STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies a lane, by state_v_first: rows of half a state
-# of prepare, by whether it is bounded (gate and keys) and whether q and k are normalised
-PRODUCTS = {(True, True): 252, (False, True): 376, (False, False): 360}
-# and what is added where it computes sequences of one chunk: U without W; O; the final state, two blocks of keys a turn
+STATE_COPIES = {True: 64 // 32, False: 128 // 32}  # bulk copies per lane, by state_v_first: rows of half a state
+# of prepare, by whether it needs levels and whether it normalises q and k
+PRODUCTS = {(False, True): 252, (True, True): 376, (True, False): 360}
+# More products where it computes sequences of one chunk: U without W; O; the final state, two blocks of keys per turn
 ELIMINATION = 2 * (4 * 2 + 6 * 2)
 DIRECT = ELIMINATION + 2 * (1 + 2 + 3 + 4)
 DIRECT_FINAL = 2 * (4 * 2)
-DEFAULTS = dict(overlap=False, replay=False, segmented=False, initial=None, final="fp32", state_v_first=True, gate="bounded",
-                l2norm=True, direct=False)  # fmt: skip
 TENSOR_LOAD = "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
 BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 REMOTE_ARRIVE = "mbarrier.arrive.shared::cluster.b64"
@@ -71,11 +82,18 @@ MULTICAST, HINT = ".multicast::cluster", ".L2::cache_hint"
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return compiling.reports("wy64", "sm_90a", VARIANTS, tmp_path_factory.mktemp("compile"))
+def reports(request, tmp_path_factory):
+    """Number of a variant -> report, of those whose tests are run."""
+    numbers = compiling.selected(request, "compiled")
+    found = compiling.reports("wy64", "sm_90a", [VARIANTS[n] for n in numbers], tmp_path_factory.mktemp("compile"))
+    return dict(zip(numbers, found))
 
 
-@pytest.fixture(params=range(len(VARIANTS)), ids=lambda i: "-".join(str(x).lower() for x in VARIANTS[i].values()) or "default")
+def label(n):
+    return "-".join(str(value).lower() for value in VARIANTS[n].values()) or "default"
+
+
+@pytest.fixture(params=compiling.parameters(range(len(VARIANTS)), FAST, label))
 def compiled(request, reports):
     return VARIANTS[request.param], reports[request.param]
 
@@ -106,8 +124,8 @@ def check_prepare(kernel, smem, options):
     # g, q, k before the loop; v, then the next chunk's in it, q in two places where one of them follows the final state
     assert ptx[TENSOR_LOAD] == 3 + 4 + options["direct"]
     products = sum(count for name, count in ptx.items() if name.startswith("mma.sync"))
-    expected = PRODUCTS[options["gate"] == "bounded" and options["l2norm"], options["l2norm"]]
-    final = DIRECT_FINAL if options["direct"] and options["final"] else 0
+    expected = PRODUCTS[options["gate"] != "bounded" or not options["l2norm"], options["l2norm"]]
+    final = DIRECT_FINAL if options["direct"] and options["final_state"] else 0
     expected += DIRECT * options["direct"] + final
     assert products == expected and sass["HMMA"] == products + final  # ptxas doubles the body of this loop
 
@@ -118,18 +136,18 @@ def check_chain(kernel, options):
     if options["replay"]:
         parts.append(SPINE)
         frees += 1 + 2 + 1
-    elif options["initial"] is None and not options["segmented"]:
+    elif options["initial_state"] is None and not options["segmented"]:
         parts.append(FIRST_LINK)
         frees += 1
     found = tuple(sass[name] for name in ("HGMMA", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"))
     assert found == tuple(map(sum, zip(*parts)))
-    copies = 0 if options["initial"] is None else STATE_COPIES[options["state_v_first"]]
+    copies = 0 if options["initial_state"] is None else STATE_COPIES[options["state_v_first"]]
     hint = "" if options["replay"] else HINT  # which reads records twice
     loads = Counter({BULK_LOAD: copies})  # of initial states
     loads[BULK_LOAD + hint] += 1  # U
     loads[BULK_LOAD + MULTICAST + hint] += 2 + 4  # W, decay; Q to the first column of A, the other three
     assert {name: count for name, count in ptx.items() if name.startswith(BULK_LOAD)} == +loads
-    if options["initial"] is not None:
+    if options["initial_state"] is not None:
         frees += 2  # the image of the state, of an item with links or of an empty sequence
     assert ptx[REMOTE_ARRIVE] == frees
     flags, loaders = 1 if options["replay"] else 0, 2 if options["overlap"] else 0
@@ -138,27 +156,28 @@ def check_chain(kernel, options):
     assert ptx.get("nanosleep.u32", 0) == flags + loaders
 
 
+def refused(match, **options):
+    with pytest.raises(ValueError, match=match):
+        KernelSpec.of("wy64", "sm_90a", **options)
+
+
 @pytest.mark.parametrize("option", ["replay", "overlap"])
-def test_not_in_segments(option, tmp_path):
-    with pytest.raises(AssertionError, match=f"{option}=True needs segmented=False"):
-        compiling.reports("wy64", "sm_90a", [{option: True, "segmented": True}], tmp_path)
+def test_not_in_segments(option):
+    refused(f"{option}=True needs segmented=False", segmented=True, **{option: True})
 
 
 @pytest.mark.parametrize("other", [
-    {"initial": "fp32"}, {"segmented": True}, {"replay": True}, {"states": True}, {"gate": "softplus"}, {"gate_dtype": "fp32"},
-    {"l2norm": False},
+    {"initial_state": "fp32"}, {"segmented": True}, {"replay": True}, {"intermediate_states": 64}, {"gate": "softplus"},
+    {"gate_dtype": "fp32"}, {"l2norm": False},
 ], ids=str)  # fmt: skip
-def test_direct_is_for_few_kinds_of_calls(other, tmp_path):
-    with pytest.raises(AssertionError, match="direct=True is for a bounded bf16 gate"):
-        compiling.reports("wy64", "sm_90a", [other | {"direct": True}], tmp_path)
+def test_direct_is_for_few_kinds_of_calls(other):
+    refused("direct=True is for a bounded bf16 gate", direct=True, **other)
 
 
-def test_no_cluster_on_one_sm(tmp_path):
-    with pytest.raises(AssertionError, match="needs at least 2 CTAs at once"):
-        compiling.reports("wy64", "sm_90a", [{"max_ctas": 1}], tmp_path)
+def test_no_cluster_on_one_sm():
+    refused("needs at least 2 CTAs at once", max_ctas=1)
 
 
 @pytest.mark.parametrize("wrong", [{"gate": "given"}, {"gate": "softplus", "a_log": None}, {"beta_dtype": "fp16"}], ids=str)
-def test_prepare_says_what_it_does_not_take(wrong, tmp_path):
-    with pytest.raises(AssertionError, match="unsupported with gate"):
-        compiling.reports("wy64", "sm_90a", [wrong], tmp_path)
+def test_a_variant_says_what_it_does_not_take(wrong):
+    refused("unsupported with gate", **wrong)

@@ -1,5 +1,7 @@
 """FLA models by what their layers ask of chunk_kda, and the benchmark of them; nothing here runs a model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from calls import H200
@@ -38,12 +40,12 @@ def test_the_listed_variants_are_what_the_gpu_tests_launch(name):
     if kind.a_log == "bf16":  # the model is converted
         short, long = (call | {name: call[name].bfloat16() for name in ("A_log", "dt_bias")} for call in (short, long))
     packed = short | {"cu_seqlens": torch.empty(4, dtype=torch.int32, device="meta")}
-    cases = [("wy64", kind, short), ("wy64", kind._replace(cu_dtype="int32"), packed), ("wy64 overlap replay", kind, long)]
+    cases = [("wy64", kind, short), ("wy64", replace(kind, cu_seqlens="int32"), packed), ("wy64 overlap replay", kind, long)]
     if name == "kda":
         state = torch.empty(1, gpu_models.HEADS, 128, 128, device="meta")
-        cases.append(("wy64", kind._replace(initial="fp32"), short | {"initial_state": state}))
+        cases.append(("wy64", replace(kind, initial_state="fp32"), short | {"initial_state": state}))
     for setting, expected, call in cases:
-        assert specs.of_mode(call, "auto") == [gpu_specs.variant_of(expected, setting)]
+        assert specs.of_mode(call, "auto") == [gpu_specs.spec_of(expected, setting)]
         assert (setting, expected) in gpu_models.VARIANTS or (name, setting) == ("gva", "wy64 overlap replay")
 
 
@@ -100,7 +102,7 @@ def test_attention_is_replaced_only_where_it_is_missing(monkeypatch):
 def test_kernels_that_the_benchmark_launches():
     found = bench.needed_specs()
     assert len(found) == len(set(found)) and all("wy64" in spec.name for spec in found)
-    gates = {dict(spec.options).get("gate", "bounded") for spec in found}
+    gates = {spec.variant.gate for spec in found}
     assert gates == {"softplus", "bounded"}
     assert {len(bench.layer_calls(shape)) for shape in bench.SHAPES.values()} == {1, 3, 4}
 

@@ -10,17 +10,30 @@ from golden import relative_error
 from gpu import specs
 from kda_inputs import chunk_kda_arguments
 
-from fla_kda_backend import dispatch_log, op, planning
+from fla_kda_backend import dispatch_log, geometry, op, planning
 from fla_kda_backend.call import parse
+from fla_kda_backend.kernels.families import FAMILIES
+from fla_kda_backend.kernels.variant import Variant
 from fla_kda_backend.reference import exact, gold
 
 WY64_LIMITS = 7e-3, 6e-3  # errors of output and state on random inputs; a wrong result is off by 0.1 and more
 
 
-def plan_of(setting, bv=32, sequences=1, heads=1):
-    """A setting of specs.py as a plan; grid is what the log would show of the column split."""
-    family, options = specs.options_of(setting, bv)
-    return planning.Plan(family, tuple(options.items()), sequences * heads * (128 // (bv or 64)))
+def plan_of(setting, bv=32, variant=None, sequences=1, heads=1):
+    """A setting of specs.py as a plan of a variant, FlashKDA's call by default; grid is what the log would show."""
+    schedule = specs.schedule_of(setting, bv)
+    return planning.Plan(specs.family_of(setting), variant or Variant(), schedule, sequences * heads * (128 // (bv or 64)))
+
+
+def in_segments_of(monkeypatch, setting, chunks, heads):
+    """From now on a launch covers so many chunks of the time axis."""
+    record = FAMILIES[specs.family_of(setting)].record
+    limit_workspace(monkeypatch, record.workspace_bytes(chunks, heads))
+
+
+def limit_workspace(monkeypatch, limit):
+    """Bytes that the workspace of one launch may have."""
+    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", limit)
 
 
 @contextlib.contextmanager
@@ -48,7 +61,9 @@ def outputs(inputs, final=torch.float32):
 
 def run(inputs, setting="exact", bv=32, final=torch.float32):
     """(out, final_state); final is the dtype of the final state, or None for none."""
-    return under(plan_of(setting, bv, sequences_of(inputs), inputs["q"].shape[2]), inputs, final)
+    call = parsed(inputs)
+    plan = plan_of(setting, bv, Variant.of(call), call.num_sequences, call.heads)
+    return under(plan, inputs, final)
 
 
 def run_auto(inputs, final=torch.float32):
@@ -57,17 +72,19 @@ def run_auto(inputs, final=torch.float32):
 
 
 def auto_plan(inputs):
-    batch, tokens, heads, _ = inputs["q"].shape
-    packed = inputs["cu_seqlens"] is not None
-    fresh = inputs["initial_state"] is None
-    return planning.wy64(batch * tokens, sequences_of(inputs), heads, specs.SM_COUNT, packed, fresh=fresh)
+    call = parsed(inputs)
+    return planning.wy64(call.tokens, call.num_sequences, call.heads, specs.SM_COUNT, Variant.of(call))
 
 
 def under(plan, inputs, final):
     out, state = outputs(inputs, final)
     with scratch_is_nan():
-        op.into(parse((), chunk_kda_arguments(inputs)), plan, out, state)
+        op.into(parsed(inputs), plan, out, state)
     return out, state
+
+
+def parsed(inputs):
+    return parse((), chunk_kda_arguments(inputs))
 
 
 def fwd_of(inputs, final=torch.float32):
@@ -121,7 +138,7 @@ def here(call, kernel="wy64"):
 def untuned(monkeypatch):
     """FLA's Triton kernels, each in the first of its configurations.
 
-    Tuning would take minutes, since every dtype and every tensor left out is tuned for anew. No configuration is another
+    Tuning would take minutes, since every dtype and every missing tensor is tuned for by itself. No configuration is another
     arithmetic, and which one is the fastest changes with the day.
     """
     import fla.ops.kda  # noqa: F401

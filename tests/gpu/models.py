@@ -1,29 +1,29 @@
 """Small FLA models, run on our kernels, on FLA's Triton kernels, and in double precision where chunk_kda is called."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
-
-from call_table import Kind
 
 from fla_kda_backend import dispatch_log
 from fla_kda_backend.cli import _models
+from fla_kda_backend.kernels.variant import Variant
 from fla_kda_backend.reference import gold
 
-HEADS = 2  # FLA tunes its kernels anew for every number of heads
+HEADS = 2  # FLA tunes its kernels again for every number of heads
 HIDDEN = 256
 LAYERS = {"kda": 2, "kda-safe": 2, "gva": 2, "hybrid": 4}
 
 # What the layers' calls launch. A_log and dt_bias are fp32 as from_pretrained leaves them; model.bfloat16() makes them bf16.
-SOFTPLUS = Kind(gate="softplus", initial=None)
-BOUNDED = Kind(initial=None)
-BFLOAT16 = SOFTPLUS._replace(a_log="bf16", dt_bias="bf16")
+SOFTPLUS = Variant(gate="softplus")
+BOUNDED = Variant()
+BFLOAT16 = replace(SOFTPLUS, a_log="bf16", dt_bias="bf16")
 KINDS = {"kda": SOFTPLUS, "kda-safe": BOUNDED, "gva": BFLOAT16, "hybrid": SOFTPLUS}
 VARIANTS = (  # setting of specs.py, kind
     *(("wy64", kind) for kind in (SOFTPLUS, BOUNDED, BFLOAT16)),
     # generate, with a mask, and padded batches
-    *(("wy64", kind._replace(cu_dtype="int32")) for kind in (SOFTPLUS, BOUNDED, BFLOAT16)),
+    *(("wy64", replace(kind, cu_seqlens="int32")) for kind in (SOFTPLUS, BOUNDED, BFLOAT16)),
     # a prefill that goes on
-    ("wy64", SOFTPLUS._replace(initial="fp32")),
+    ("wy64", replace(SOFTPLUS, initial_state="fp32")),
     # thousands of tokens
     *(("wy64 overlap replay", kind) for kind in (SOFTPLUS, BOUNDED)),
 )

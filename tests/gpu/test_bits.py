@@ -4,10 +4,10 @@ import pytest
 import torch
 from golden import relative_error
 from gpu import specs
-from gpu.launching import expected, right, run, same
+from gpu.launching import expected, limit_workspace, right, run, same
 from kda_inputs import EXTREMES, TOKEN_AXIS, extreme, of_heads, random_inputs
 
-from fla_kda_backend import op
+from fla_kda_backend import geometry
 
 pytestmark = pytest.mark.gpu
 
@@ -72,10 +72,10 @@ def test_past_two_to_the_31_elements(device, monkeypatch):
         inputs[name] = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     inputs["g"].sub_(4)  # slow enough that states matter
     few = [0, 47, heads - 1]
-    default = op.WORKSPACE_LIMIT
+    default = geometry.WORKSPACE_LIMIT
     for setting in ("exact", "wy64"):
         alone = run(of_heads(inputs, few), setting, bv=32)
         for limit in (default, 1 << 36):  # in segments, and in one launch
-            monkeypatch.setattr(op, "WORKSPACE_LIMIT", limit)
+            limit_workspace(monkeypatch, limit)
             out, state = run(inputs, setting, bv=128)
             assert torch.equal(out[:, :, few], alone[0]) and torch.equal(state[:, few], alone[1]), (setting, limit)

@@ -3,6 +3,8 @@
 The variants and the inputs that they meet are those of call_table.
 """
 
+from dataclasses import replace
+
 import call_table
 import pytest
 import torch
@@ -72,7 +74,7 @@ def test_errors_are_at_most_those_of_triton(case, device, monkeypatch, record_pr
         for seed in seeds:
             call = call_of(case, device, seed)
             found = here(call)
-            assert found[0].dtype == torch.bfloat16 and (found[1] is None) == (case.kind.final is None)
+            assert found[0].dtype == torch.bfloat16 and (found[1] is None) == (case.kind.final_state is None)
             drawn.append(both_errors(found, call, monkeypatch))
         ours, theirs = ([(sum(x * x for x in each) / len(each)) ** 0.5 for each in zip(*errors)] for errors in zip(*drawn))
         if within(ours, theirs, 1.05):
@@ -82,14 +84,12 @@ def test_errors_are_at_most_those_of_triton(case, device, monkeypatch, record_pr
 
 
 @pytest.mark.parametrize("regime", ["normal", "steep", "alternating", "repeated"])
-@pytest.mark.parametrize("kind", [*specs.ROBUST_KINDS, *specs.STATES], ids=lambda kind: kind.name or "flashkda")
+@pytest.mark.parametrize("kind", [*specs.ROBUST_KINDS, *specs.STATES], ids=call_table.label)
 def test_the_column_splits_errors_are_near_those_of_triton(kind, regime, device, monkeypatch, record_property):
     """What other GPUs run; its sums are bf16 in more places."""
     call = call_of(Case(kind, regime, 17, 150, heads=4), device)
     with torch.inference_mode(), scratch_is_nan():
-        plan = plan_of("robust", 32)
-        variant = planning.kinds(parse((), call))
-        found = op.run(parse((), call), plan._replace(options=(*plan.options, *variant.items())))
+        found = op.run(parse((), call), plan_of("robust", 32, kind))
     compare(found, call, monkeypatch, record_property, factor=1.5)
 
 
@@ -151,14 +151,15 @@ def test_grouped_values_equal_repeated_keys(kind, device):
 def test_replay_changes_no_bit(kind, device):
     call = parse((), call_of(Case(kind, "normal", 65, 2048), device))
     plan = planning.plan(call, H200)
-    assert plan.params["replay"] == (kind.cu_dtype is None)  # packed ones are short on average
+    assert plan.params["replay"] == (kind.cu_seqlens is None)  # packed ones are short on average
     with torch.inference_mode(), scratch_is_nan():
-        found = [op.run(call, plan._replace(options=(*plan.options, ("replay", replay)))) for replay in (False, True)]
+        schedules = [replace(plan.schedule, replay=on) for on in (False, True)]
+        found = [op.run(call, plan._replace(schedule=each)) for each in schedules]
     assert same(*found) and found[0][0].isfinite().all()
 
 
 # ---- intermediate states -------------------------------------------------------------------------------------------------
-STATES = pytest.mark.parametrize("kind", specs.STATES, ids=lambda kind: kind.name)
+STATES = pytest.mark.parametrize("kind", specs.STATES, ids=call_table.label)
 
 
 @STATES
@@ -169,7 +170,7 @@ def test_intermediate_states(case, chunk_size, kind, device, monkeypatch, record
     family = "wy64" if chunk_size == 64 else "column_split"
     out, state, states = found = here(call, family)
     chunks = [-(-length // chunk_size) for length in Case(kind, *case).lengths]
-    packed = kind.cu_dtype is not None
+    packed = kind.cu_seqlens is not None
     assert states.shape == ((1, sum(chunks)) if packed else (len(chunks), chunks[0])) + (4, 128, 128)
     assert states.dtype == torch.bfloat16 and states.is_contiguous()
     firsts = states[0, [0, chunks[0]]] if packed else states[:, 0]  # the second packed sequence is empty
@@ -181,7 +182,7 @@ def test_intermediate_states(case, chunk_size, kind, device, monkeypatch, record
         assert same((out, state), without)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in specs.STATES if kind.cu_dtype], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [kind for kind in specs.STATES if kind.cu_seqlens], ids=call_table.label)
 def test_the_number_of_intermediate_states_is_counted_on_the_host_where_it_can_be(kind, device):
     call = call_of(Case(kind, "normal", 17, 150), device)
     counted = here(call)
@@ -199,7 +200,7 @@ def test_the_number_of_intermediate_states_is_counted_on_the_host_where_it_can_b
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", [KIMI, KIMI._replace(states=True)], ids=["kimi", "states"])
+@pytest.mark.parametrize("kind", [KIMI, replace(KIMI, intermediate_states=64)], ids=["kimi", "states"])
 def test_a_graph_replayed_with_other_cu_seqlens(kind, device):
     """use_graph as FLA defines it: max_num_seqs sequences, the last ones empty where there are fewer."""
     call = call_of(Case(kind, "normal", 17, 150), device)
@@ -218,7 +219,7 @@ def test_a_graph_replayed_with_other_cu_seqlens(kind, device):
             graph.replay()
             chunks = sum(-(-(end - first) // 64) for first, end in zip(each, each[1:]))
             assert same(captured[:2], reference[:2])
-            if kind.states:
+            if kind.intermediate_states:
                 assert torch.equal(captured[2][:, :chunks], reference[2][:, :chunks])
                 assert captured[2][:, chunks:].isnan().all()  # of no chunk: left alone
 

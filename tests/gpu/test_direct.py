@@ -1,11 +1,13 @@
 """Sequences of one chunk that prepare computes by itself: the bits of the chain."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from call_table import Case
 from calls import H200
 from gpu import specs
-from gpu.launching import finish, plan_of, run, same, scratch_is_nan
+from gpu.launching import finish, run, same, scratch_is_nan
 from kda_calls import call_of
 from kda_inputs import random_inputs
 
@@ -30,15 +32,15 @@ def check(inputs, final):
     assert same(direct, chain)
 
 
-@pytest.mark.parametrize("kinds", [kinds for kinds in specs.WY64_DIRECT if kinds.cu_dtype], ids=str)
+@pytest.mark.parametrize("kinds", [kinds for kinds in specs.WY64_DIRECT if kinds.cu_seqlens], ids=str)
 @pytest.mark.parametrize("heads", [1, 5, 12])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} sequences")
 def test_packed(lengths, heads, kinds, device):
     """Longer and empty ones among them, which the chain computes."""
     dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32, "bf16": torch.bfloat16, None: None}
-    inputs = random_inputs(sum(lengths), heads, cu_seqlens=offsets_of(lengths), cu_dtype=dtypes[kinds.cu_dtype], state=None,
+    inputs = random_inputs(sum(lengths), heads, cu_seqlens=offsets_of(lengths), cu_dtype=dtypes[kinds.cu_seqlens], state=None,
                            device=device)  # fmt: skip
-    check(inputs, dtypes[kinds.final])
+    check(inputs, dtypes[kinds.final_state])
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 63, 64])
@@ -62,6 +64,5 @@ def test_states_with_keys_first(tail, device):
     plan = planning.plan(call, H200)
     assert plan.params["direct"]
     with torch.inference_mode(), scratch_is_nan():
-        direct, chain = op.run(call, plan), op.run(call, plan_of("wy64")._replace(options=tuple(
-            (name, value) for name, value in plan.options if name != "direct")))  # fmt: skip
+        direct, chain = (op.run(call, plan._replace(schedule=replace(plan.schedule, direct=on))) for on in (True, False))
     assert same(direct, chain) and direct[0].isfinite().all() and direct[1].isfinite().all()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 def run(case, bv, monkeypatch):
-    monkeypatch.setattr(op, "column_split", lambda arithmetic, n, heads, _: plan_of(arithmetic, bv, n, heads))
+    monkeypatch.setattr(op, "column_split", lambda arithmetic, n, heads, _, variant: plan_of(arithmetic, bv, variant, n, heads))
     return fwd_of(case.inputs, None if case.final_state is None else case.final_state.dtype)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from calls import INFERENCE
 from gpu import specs
-from gpu.launching import errors, precise, run
+from gpu.launching import errors, in_segments_of, precise, run
 from kda_calls import call_of
 from kda_inputs import random_inputs
 
@@ -39,8 +39,7 @@ def test_whole(name, setting, bv, device):
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("setting, bv", [row for row in specs.VARIANTS if row[0] != "wy64 replay"])
 def test_in_segments(setting, bv, chunks, device, monkeypatch):
-    record = op.RECORDS[specs.options_of(setting, bv)[0]]
-    monkeypatch.setattr(op, "WORKSPACE_LIMIT", record.workspace_bytes(chunks, HEADS))
+    in_segments_of(monkeypatch, setting, chunks, HEADS)
     compare(CASES["packed"], setting, bv, device)
 
 
@@ -74,7 +73,7 @@ def test_kinds(layout, kind, device):
 
 
 @pytest.mark.parametrize("chunk_size", [64, 32])
-@pytest.mark.parametrize("kind", specs.STATES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", specs.STATES, ids=call_table.label)
 def test_intermediate_states(kind, chunk_size, device):
     compare_call(call_table.Case(kind, "normal", 17, 64), device, chunk_size=chunk_size)
 

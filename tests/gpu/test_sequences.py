@@ -4,10 +4,11 @@ import pytest
 import torch
 from golden import relative_error
 from gpu import specs
-from gpu.launching import expected, finish, fwd_of, right, run, same
+from gpu.launching import expected, finish, fwd_of, in_segments_of, right, run, same
 from kda_inputs import cut, of_heads, packed, random_inputs, sequence
 
-from fla_kda_backend import op
+from fla_kda_backend import geometry
+from fla_kda_backend.kernels.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +21,8 @@ def offsets_of(lengths):
 
 
 def inputs_of(kinds, offsets, device, heads=2, **more):
-    return random_inputs(offsets[-1], heads, cu_seqlens=offsets, cu_dtype=DTYPES[kinds.cu_dtype],
-                         state=DTYPES[kinds.initial], device=device, **more)  # fmt: skip
+    return random_inputs(offsets[-1], heads, cu_seqlens=offsets, cu_dtype=DTYPES[kinds.cu_seqlens],
+                         state=DTYPES[kinds.initial_state], device=device, **more)  # fmt: skip
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------
@@ -61,27 +62,27 @@ PACKED_KINDS = [
     *(("exact", kinds) for kinds in specs.EXACT_PACKED),
     *(("robust", kinds) for kinds in specs.ROBUST_PACKED),
     *(("wy64", kinds) for kinds in specs.WY64_PACKED),
-    *(("wy64 replay", kinds) for kinds in specs.WY64_REPLAY if kinds.cu_dtype),
+    *(("wy64 replay", kinds) for kinds in specs.WY64_REPLAY if kinds.cu_seqlens),
 ]
 
 
 @pytest.mark.parametrize("setting, kinds", PACKED_KINDS)
 def test_every_kind_of_state(setting, kinds, device):
     inputs = inputs_of(kinds, offsets_of([33, 0, *LENGTHS, 1100]), device)
-    found = run(inputs, setting, final=DTYPES[kinds.final])
+    found = run(inputs, setting, final=DTYPES[kinds.final_state])
     assert found[0].isfinite().all() and right(found, inputs, setting)
 
 
-@pytest.mark.parametrize("kinds", [kinds for kinds in specs.WY64 if kinds.cu_dtype is None])
+@pytest.mark.parametrize("kinds", [kinds for kinds in specs.WY64 if kinds.cu_seqlens is None])
 def test_every_kind_of_state_of_a_batch(kinds, device):
-    inputs = random_inputs(150, 2, batch=2, state=DTYPES[kinds.initial], device=device)
-    assert right(run(inputs, "wy64", final=DTYPES[kinds.final]), inputs, "wy64")
+    inputs = random_inputs(150, 2, batch=2, state=DTYPES[kinds.initial_state], device=device)
+    assert right(run(inputs, "wy64", final=DTYPES[kinds.final_state]), inputs, "wy64")
 
 
 @pytest.mark.parametrize("offsets", [[0, 0, 5, 5, 21], [0, 0, 0], [0, 0, 0, 16, 16]])
 @pytest.mark.parametrize("setting, kinds", PACKED_KINDS)
 def test_sequences_without_tokens(setting, kinds, offsets, device):
-    inputs, final = inputs_of(kinds, offsets, device), DTYPES[kinds.final]
+    inputs, final = inputs_of(kinds, offsets, device), DTYPES[kinds.final_state]
     out, state = run(inputs, setting, final=final)
     assert out.shape == inputs["v"].shape and out.isfinite().all()
     if setting == "exact":
@@ -97,7 +98,7 @@ def test_sequences_without_tokens(setting, kinds, offsets, device):
 @pytest.mark.parametrize("setting", specs.SETTINGS)
 @pytest.mark.parametrize("kinds", [specs.STANDARD, specs.NO_INITIAL])
 def test_no_tokens_in_a_batch(kinds, setting, device):
-    inputs = random_inputs(0, 2, batch=3, state=DTYPES[kinds.initial], device=device)
+    inputs = random_inputs(0, 2, batch=3, state=DTYPES[kinds.initial_state], device=device)
     out, state = run(inputs, setting)
     initial = inputs["initial_state"]
     assert out.numel() == 0 and torch.equal(state, torch.zeros_like(state) if initial is None else initial)
@@ -178,25 +179,20 @@ def test_changing_lengths(setting, device):
 
 
 # ---- segments of the time axis -------------------------------------------------------------------------------------------
-def segments(monkeypatch, setting, chunks, heads):
-    record = op.RECORDS[specs.options_of(setting, 32)[0]]
-    monkeypatch.setattr(op, "WORKSPACE_LIMIT", record.workspace_bytes(chunks, heads))
-
-
 @pytest.mark.parametrize("chunks", [1, 3, 10])
 @pytest.mark.parametrize("setting, bv, kinds", [
     *(row for row in specs.SEGMENTED if row[2] != specs.NO_INITIAL),
     *(("wy64", None, kinds) for kinds in specs.WY64_SEGMENTED),
 ])  # fmt: skip
 def test_segments_change_no_bit(setting, bv, kinds, chunks, device, monkeypatch):
-    if kinds.cu_dtype is None:
-        inputs = random_inputs(331, 2, batch=2, state=DTYPES[kinds.initial], device=device)
+    if kinds.cu_seqlens is None:
+        inputs = random_inputs(331, 2, batch=2, state=DTYPES[kinds.initial_state], device=device)
     else:
         inputs = inputs_of(kinds, offsets_of([100, 0, *LENGTHS, 16, 16, 0, 130, 0]), device)
-    final = DTYPES[kinds.final]
+    final = DTYPES[kinds.final_state]
     # kinds that are listed only in segments are compared with the reference alone
     whole = expected(inputs, final) if setting == "exact" else run(inputs, setting, bv, final)
-    segments(monkeypatch, setting, chunks, heads=2)
+    in_segments_of(monkeypatch, setting, chunks, heads=2)
     assert same(run(inputs, setting, bv, final), whole)
 
 
@@ -204,15 +200,15 @@ def test_segments_change_no_bit(setting, bv, kinds, chunks, device, monkeypatch)
 def test_a_long_call_runs_in_segments_by_itself(setting, device):
     heads, tokens = 96, 32_768
     inputs = random_inputs(tokens, heads, state=None, device=device)
-    kernel = specs.options_of(setting, 128)[0]
-    record = op.RECORDS[kernel]
+    kernel = specs.family_of(setting)
+    record = FAMILIES[kernel].record
     in_one = record.workspace_bytes(record.slots(tokens, 1, tokens), heads)
-    assert op.workspace_bytes(tokens, 1, heads, tokens, kernel) <= op.WORKSPACE_LIMIT < in_one
+    assert geometry.workspace_bytes(tokens, 1, heads, tokens, kernel) <= geometry.WORKSPACE_LIMIT < in_one
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
     out, state = fwd_of(inputs) if setting == "exact" and sm_count(device) == specs.SM_COUNT else run(inputs, setting, bv=128)
     used = torch.cuda.max_memory_allocated(device) - base
-    assert used < op.WORKSPACE_LIMIT + out.nbytes + 4 * state.nbytes
+    assert used < geometry.WORKSPACE_LIMIT + out.nbytes + 4 * state.nbytes
     few = [0, 95]
     alone = run(of_heads(inputs, few), setting, bv=32)
     assert torch.equal(out[:, :, few], alone[0]) and torch.equal(state[:, few], alone[1])

@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 from gpu import specs
-from gpu.launching import expected, fwd_of, outputs, plan_of, run, same
-from kda_inputs import TOKEN_AXIS, chunk_kda_arguments, random_inputs
+from gpu.launching import expected, fwd_of, outputs, parsed, plan_of, run, same
+from kda_inputs import TOKEN_AXIS, random_inputs
 
 from fla_kda_backend import op
-from fla_kda_backend.call import parse
 from fla_kda_backend.compiling import library
+from fla_kda_backend.kernels.variant import Variant
 
 pytestmark = pytest.mark.gpu
 SECOND = 2_000_000_000  # cycles that torch.cuda._sleep takes for about a second
@@ -19,7 +19,8 @@ SECOND = 2_000_000_000  # cycles that torch.cuda._sleep takes for about a second
 
 def run_call(inputs, setting="robust"):
     """As the backend does; one plan whatever the GPU."""
-    return op.run(parse((), chunk_kda_arguments(inputs)), plan_of(setting))
+    call = parsed(inputs)
+    return op.run(call, plan_of(setting, variant=Variant.of(call)))
 
 
 @pytest.mark.parametrize("setting", specs.SETTINGS)
@@ -128,8 +129,8 @@ def test_no_call_waits_for_the_gpu(cu_dtype, device):
 def test_host_time(setting, device, monkeypatch, record_property):
     monkeypatch.setattr(op, "launcher", library.launcher)  # without this suite's own check
     inputs = random_inputs(64, 2, device=device)
-    call = parse((), chunk_kda_arguments(inputs))
-    plan = plan_of(setting)
+    call = parsed(inputs)
+    plan = plan_of(setting, variant=Variant.of(call))
     times = []
     for _ in range(10):
         torch.cuda.synchronize(device)

@@ -7,10 +7,10 @@ setting.
 import pytest
 import torch
 from gpu import specs
-from gpu.launching import auto_plan, beside_triton, errors, finish, precise, right, run, run_auto, same
+from gpu.launching import auto_plan, beside_triton, errors, finish, in_segments_of, precise, right, run, run_auto, same
 from kda_inputs import REGIMES, TOKEN_AXIS, of_heads, random_inputs, regime, sequence
 
-from fla_kda_backend import op, planning
+from fla_kda_backend import planning
 from fla_kda_backend.kernels.wy64 import record as record64
 
 pytestmark = pytest.mark.gpu
@@ -170,5 +170,5 @@ def test_a_plan_with_replay_has_the_same_bits_in_segments(chunks, device, monkey
     inputs = random_inputs(2300, HEADS, device=device)
     assert options(inputs)["overlap"] and options(inputs)["replay"]
     whole = run_auto(inputs)
-    monkeypatch.setattr(op, "WORKSPACE_LIMIT", record64.workspace_bytes(chunks, HEADS))
+    in_segments_of(monkeypatch, "wy64", chunks, HEADS)
     assert same(run_auto(inputs), whole)

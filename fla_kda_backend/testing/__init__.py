@@ -1,0 +1,9 @@
+"""Calls of chunk_kda to try things with: for tests, benchmarks, the command line and the check of untested GPUs.
+
+Importing this package imports no torch, and a call on the meta device needs no GPU.
+"""
+
+from .calls import DIM, LOWER_BOUND, TOKEN_AXIS, Form, laid_out, make
+from .values import REGIMES, Normal, regime, standard_normal
+
+__all__ = ["DIM", "LOWER_BOUND", "REGIMES", "TOKEN_AXIS", "Form", "Normal", "laid_out", "make", "regime", "standard_normal"]
