@@ -353,7 +353,8 @@ def test_what_may_be_more_than_it_shows_has_no_fingerprint(backend, value):
 # ---- what is not remembered ----------------------------------------------------------------------------------------
 def test_switches_between_calls(backend, monkeypatch):
     arguments = prefill(device="cpu")
-    monkeypatch.setattr(facts, "gather", lambda call, gather=facts.gather: gather(call)._replace(untested=config.UNTESTED.get()))
+    gather = facts.gather
+    monkeypatch.setattr(facts, "gather", lambda call: gather(call)._replace(untested=config.UNTESTED.get()))
     for variable in (config.MODE, config.UNTESTED):
         monkeypatch.setenv(variable.name, "")  # to be undone in the end
     with dispatch_log.capture() as seen:

@@ -74,7 +74,8 @@ def test_packed_sequences_count_as_tasks(mode):
 def test_packed_tokens_are_counted_once():
     """Four sequences of 2,048 tokens on average replay, of 2,047 not."""
     for tokens, replay in ((4 * 2048, True), (4 * 2048 - 1, False)):
-        call = parse((), prefill(batch=1, tokens=tokens, heads=2, initial_state=None, cu_seqlens=tensor(4 + 1, dtype=torch.int32)))
+        offsets = tensor(4 + 1, dtype=torch.int32)
+        call = parse((), prefill(batch=1, tokens=tokens, heads=2, initial_state=None, cu_seqlens=offsets))
         assert planning.plan(call, H200).params["replay"] == replay
 
 
