@@ -9,6 +9,7 @@ import logging
 import threading
 import warnings
 from operator import is_, itemgetter
+from typing import Any
 
 from fla.backends import BaseBackend
 
@@ -21,7 +22,7 @@ from .planning import Plan
 
 logger = logging.getLogger("fla_kda_backend")
 
-_warned = set()
+_warned: set[str] = set()
 
 
 class StrictModeError(RuntimeError):
@@ -33,7 +34,15 @@ class Verdict:
 
     __slots__ = ("decision", "accepted", "geometry", "log", "old_alias", "tensors", "launch")
 
-    def __init__(self, decision: Decision, plan: Plan | None, geometry: Geometry | None, call: Call, args, kwargs):
+    def __init__(
+        self,
+        decision: Decision,
+        plan: Plan | None,
+        geometry: Geometry | None,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """plan and geometry are those of an accepted call."""
         self.accepted, code, message = self.decision = decision
         self.geometry = geometry
@@ -55,11 +64,11 @@ class KdaCuteBackend(BaseBackend):
     env_var = config.ENABLED.name
     priority = 1  # lower is asked first; FlashKDA has 3
 
-    def is_enabled(self):
+    def is_enabled(self) -> bool:
         """By FLA's rule, which would look the one variable up twice, slowly."""
         return config.ENABLED.get()
 
-    def verify(self, function_name, *args, **kwargs):
+    def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         """By FLA's rule, which would look the verifier up by name and hand it the arguments once more."""
         try:
             names, values = identity(args, kwargs)
@@ -73,10 +82,10 @@ class KdaCuteBackend(BaseBackend):
         except Exception as error:
             return False, str(error)
 
-    def chunk_kda_verifier(self, *args, **kwargs):
+    def chunk_kda_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         return self.verify("chunk_kda", *args, **kwargs)
 
-    def chunk_kda(self, *args, **kwargs):
+    def chunk_kda(self, *args: Any, **kwargs: Any) -> Any:
         names, values = identity(args, kwargs)
         verdict = handoff.take(names, values) or decide(args, kwargs, names, values)
         if not verdict.accepted:
@@ -107,12 +116,12 @@ class KdaCuteBackend(BaseBackend):
         return fla_implementation()(*args, **kwargs)
 
 
-def identity(args, kwargs):
+def identity(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """(names, values) of a call's arguments; names begins with the number of those that have none."""
     return [len(args), *kwargs], [*args, *kwargs.values()]
 
 
-def decide(args, kwargs, names, values):
+def decide(args: Any, kwargs: Any, names: list[Any], values: list[Any]) -> Verdict:
     """The Verdict on chunk_kda(*args, **kwargs). Never raises: what goes wrong here declines the call."""
     verdict = memo.recent(names, values)
     if verdict is not None:
@@ -128,7 +137,7 @@ def decide(args, kwargs, names, values):
     return verdict
 
 
-def decide_anew(args, kwargs):
+def decide_anew(args: Any, kwargs: Any) -> Verdict:
     call, plan, sizes = Call(), None, None
     try:
         call = parse(args, kwargs)
@@ -173,27 +182,27 @@ def unready(plan: Plan, sizes: Geometry, known: facts.Facts) -> str | None:
     return f"compiling {waiting[0]} in the background" if waiting else None
 
 
-def run(call, plan):
+def run(call: Call, plan: Plan) -> Any:
     from .op import run
 
     return run(call, plan)
 
 
-def bind(sizes):
+def bind(sizes: Any) -> Any:
     # Here for the first time something reaches the kernels and their compiler.
     from .op import Launch
 
     return Launch(sizes)
 
 
-def fla_implementation():
+def fla_implementation() -> Any:
     """FLA's own chunk_kda, without its dispatch."""
     from fla.ops.kda import chunk_kda
 
     return inspect.unwrap(chunk_kda)
 
 
-def warn_once(cause, error):
+def warn_once(cause: str, error: Exception) -> None:
     if cause not in _warned and len(_warned) < dispatch_log.MAX_DISTINCT:
         _warned.add(cause)
         logger.warning("kda_cute leaves a call to FLA: %s", cause, exc_info=error)
@@ -202,12 +211,12 @@ def warn_once(cause, error):
 class Handoff(threading.local):
     """Carries a verdict from the verifier to the implementation, which FLA calls next with the same arguments."""
 
-    waiting = None
+    waiting: Any = None
 
-    def put(self, names, values, verdict):
+    def put(self, names: list[Any], values: list[Any], verdict: Verdict) -> None:
         self.waiting = names, values, verdict
 
-    def take(self, names, values):
+    def take(self, names: list[Any], values: list[Any]) -> Verdict | None:
         """The verdict on exactly these arguments, or None; it is given once, so no tensor outlives its call."""
         waiting = self.waiting
         if waiting is None:

@@ -37,7 +37,7 @@ class Variant:
     final_state: str | None = "fp32"
     cu_seqlens: str | None = None  # None: sequences of equal length
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         allowed = {
             "gate": GATES,
             "gate_dtype": DTYPES,
@@ -97,5 +97,5 @@ STORAGE = ("initial_state", "final_state", "cu_seqlens")
 ASKED = tuple(name for name in _DEFAULTS if name not in STORAGE)
 
 
-def _dtype(tensor: Any) -> str | None:
+def _dtype(tensor: Any) -> Any:
     return None if tensor is None else DTYPE_NAMES[str(tensor.dtype)]
