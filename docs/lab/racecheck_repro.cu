@@ -4,8 +4,8 @@
 //     compute-sanitizer --tool racecheck ./racecheck_repro MODE
 //
 // Ring modes: warp 4 fills a ring of two stages of 1,024 bytes by bulk copies that complete on the stage's mbarrier `full`.
-// Warps 0 to 3 wait for it, read the stage (each lane its own 8 bytes, then all lanes the same 64), and free the stage by
-// arriving on its mbarrier `empty`. Producer and consumers run in loops whose length is known at run time only.
+// Warps 0 to 3 wait for it, read of the stage 512 bytes, each lane its own 4, and then 64 bytes that every lane reads, and free
+// the stage by arriving on its mbarrier `empty`. Producer and consumers run in loops whose length is known at run time only.
 //
 //     elected       one elected lane per warp arrives, after __syncwarp, which orders the other lanes' reads before it
 //     lanes         all 32 lanes of each warp arrive
@@ -31,7 +31,7 @@
 #include <cuda_runtime.h>
 
 constexpr int STAGES = 2, READERS = 4, RING_THREADS = 32 * (READERS + 1);
-constexpr int STAGE_BYTES = 1024, STAGE_WORDS = STAGE_BYTES / 4, COMMON_WORDS = 16;
+constexpr int STAGE_BYTES = 1024, STAGE_WORDS = STAGE_BYTES / 4, OWN_WORDS = 32 * READERS, COMMON_WORDS = 16;
 constexpr int ROWS = 64, ROW_BYTES = 128, TILE_BYTES = ROWS * ROW_BYTES, TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS;
 constexpr int BLOCKS = 8, CHUNKS = 16;
 
@@ -84,7 +84,7 @@ __device__ void copy_by_map(uint32_t target, const CUtensorMap* map, int first, 
 
 __device__ void named_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(RING_THREADS) : "memory"); }
 
-// source: [BLOCKS][chunks][STAGE_WORDS]; out: [BLOCKS][32 * READERS], the sum of all words that a thread has read
+// source: [BLOCKS][chunks][STAGE_WORDS]; out: [BLOCKS][OWN_WORDS], the sum of all words that a thread has read
 template <Free FREE, bool BY_MAP>
 __global__ void __launch_bounds__(RING_THREADS)
     ring(const uint32_t* source, const __grid_constant__ CUtensorMap map, uint32_t* out, int chunks) {
@@ -130,9 +130,8 @@ __global__ void __launch_bounds__(RING_THREADS)
         for (int c = 0; c < chunks; ++c) {
             wait(full + 8 * stage, phase);
             if (FREE == Free::EARLY) arrive(empty + 8 * stage);
-            const uint2 own = reinterpret_cast<const uint2*>(stages[stage])[threadIdx.x];
-            sum += own.x + own.y;
-            const uint4* common = reinterpret_cast<const uint4*>(stages[stage]);
+            sum += stages[stage][threadIdx.x];
+            const uint4* common = reinterpret_cast<const uint4*>(&stages[stage][OWN_WORDS]);
             for (int i = 0; i < COMMON_WORDS / 4; ++i) {
                 const uint4 x = common[i];
                 sum += x.x + x.y + x.z + x.w;
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(RING_THREADS)
                 phase ^= 1;
             }
         }
-        out[blockIdx.x * 32 * READERS + threadIdx.x] = sum;
+        out[blockIdx.x * OWN_WORDS + threadIdx.x] = sum;
     }
 }
 
@@ -227,13 +226,13 @@ static int compare(const std::vector<uint32_t>& found, const std::vector<uint32_
 
 static int run_ring(const char* mode, Free free, bool by_map, int chunks) {
     const auto source = numbers(static_cast<size_t>(BLOCKS) * chunks * STAGE_WORDS);
-    std::vector<uint32_t> right(BLOCKS * 32 * READERS), found(right.size());
+    std::vector<uint32_t> right(BLOCKS * OWN_WORDS), found(right.size());
     for (int b = 0; b < BLOCKS; ++b) {
         for (int c = 0; c < chunks; ++c) {
             const uint32_t* stage = &source[(static_cast<size_t>(b) * chunks + c) * STAGE_WORDS];
             uint32_t common = 0;
-            for (int i = 0; i < COMMON_WORDS; ++i) common += stage[i];
-            for (int t = 0; t < 32 * READERS; ++t) right[b * 32 * READERS + t] += common + stage[2 * t] + stage[2 * t + 1];
+            for (int i = 0; i < COMMON_WORDS; ++i) common += stage[OWN_WORDS + i];
+            for (int t = 0; t < OWN_WORDS; ++t) right[b * OWN_WORDS + t] += common + stage[t];
         }
     }
     uint32_t *input, *out;
