@@ -84,9 +84,10 @@ less_b32 = pure(
 )
 
 # ---- packed pairs: the low half is the first element ---------------------------------------------------------------
-pack_bf16x2 = pure("cvt.rn.bf16x2.f32 $0, $2, $1;", "ff -> r", "Round (low, high) to a bf16 pair, nearest even.")
-pack_f16x2 = pure("cvt.rn.f16x2.f32 $0, $2, $1;", "ff -> r", "Round (low, high) to an fp16 pair, nearest even.")
-pack_f16x2_saturated = pure("cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "ff -> r", "pack_f16x2; at most the largest fp16.")
+# The first operand becomes the high half. ptxas schedules by the order of operands, so the order stays.
+_cvt_bf16x2 = pure("cvt.rn.bf16x2.f32 $0, $1, $2;", "ff -> r", "Round (high, low) to a bf16 pair, nearest even.")
+_cvt_f16x2 = pure("cvt.rn.f16x2.f32 $0, $1, $2;", "ff -> r", "Round (high, low) to an fp16 pair, nearest even.")
+_cvt_f16x2_saturated = pure("cvt.rn.satfinite.f16x2.f32 $0, $1, $2;", "ff -> r", "_cvt_f16x2, at most the largest fp16.")
 unpack_bf16x2 = pure(
     "{ .reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b; }",
     "r -> ff",
@@ -108,6 +109,16 @@ larger_bf16x2 = pure(
 )
 
 
+def pack_bf16x2(low, high):
+    """Round two fp32 to a bf16 pair, nearest even."""
+    return _cvt_bf16x2(high, low)
+
+
+def pack_f16x2(low, high):
+    """Round two fp32 to an fp16 pair, nearest even."""
+    return _cvt_f16x2(high, low)
+
+
 def split_f16x2(low, high):
     """Two fp32 as two fp16 pairs, leading part and rest: x = lead + rest within 2**-22 |x|, in the range of fp16."""
     lead = pack_f16x2(low, high)
@@ -117,9 +128,9 @@ def split_f16x2(low, high):
 
 def split_f16x2_saturated(low, high):
     """split_f16x2 of any fp32: each part ends at the largest fp16, infinities included; NaN stays NaN."""
-    lead = pack_f16x2_saturated(low, high)
+    lead = _cvt_f16x2_saturated(high, low)
     lead_low, lead_high = unpack_f16x2(lead)
-    return lead, pack_f16x2_saturated(low - lead_low, high - lead_high)
+    return lead, _cvt_f16x2_saturated(high - lead_high, low - lead_low)
 
 
 def rest_bf16x2(low, high, lead):
