@@ -56,7 +56,8 @@ def fma(x, y, z):
 def product(a, b, dtype=torch.float32):
     """a . b by k16 steps in ascending order from a zero accumulator, for `mma.sync.m16n8k16`.
 
-    a [..., M, K], b [..., K, N], both bf16 or both fp16, K a multiple of 16; dtype: of the accumulator and the result. The tensor core truncates where this rounds to nearest: about one bf16 result in 10,000 differs.
+    a [..., M, K], b [..., K, N], both bf16 or both fp16, K a multiple of 16; dtype: of the accumulator and the
+    result. The tensor core truncates where this rounds to nearest: about one bf16 result in 10,000 differs.
     """
     total = None
     for k in range(0, a.shape[-1], 16):

@@ -22,7 +22,7 @@ RECORD_BYTES = 13888
 
 
 def fragment_at(i, j):
-    """Byte offset of element (i, j) in a [16, 16] A fragment: that of (i, 0) plus that of (0, j)."""
+    """Byte offset of element (i, j) in a [16, 16] A fragment. It is a sum over i and j: at (i, 0) plus at (0, j)."""
     return (i % 8) * 64 + (i // 8) * 4 + (j // 2 % 4) * 16 + (j // 8) * 8 + (j % 2) * 2
 
 
