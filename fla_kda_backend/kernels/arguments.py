@@ -36,6 +36,6 @@ def kinds(*tables: type) -> list[Any]:
     return [kind for table in tables for kind in table.__annotations__.values()]
 
 
-def joined(*tables: type) -> type:
+def joined(*tables: type) -> Any:
     """A NamedTuple class with the fields of all tables, in order: what a launch takes before the stream."""
     return NamedTuple("Arguments", [field for table in tables for field in table.__annotations__.items()])

@@ -71,11 +71,11 @@ class Variant:
         beta = "twice" if call.allow_neg_eigval else "sigmoid"
         return cls(
             gate=gate if in_kernel else "given",
-            gate_dtype=_dtype(call.g),
+            gate_dtype=DTYPE_NAMES[str(call.g.dtype)],
             a_log=_dtype(call.A_log) if in_kernel else None,  # FLA ignores the gate's parameters without the gate
             dt_bias=_dtype(call.dt_bias) if in_kernel else None,
             beta=beta if call.use_beta_sigmoid_in_kernel else "given",
-            beta_dtype=_dtype(call.beta),
+            beta_dtype=DTYPE_NAMES[str(call.beta.dtype)],
             l2norm=bool(call.use_qk_l2norm_in_kernel),
             state_v_first=bool(call.state_v_first),
             intermediate_states=int(call.chunk_size) if call.return_intermediate_states else None,

@@ -74,7 +74,7 @@ class PrepareChunk16:
         self.smem_bytes = self.layout.size
         self.inputs = Inputs(variant, self.robust)
         self.inverse = Inverse(self.robust, self.layout)
-        self.products = Levels(self.layout) if self.needs_levels else Products(self.robust, self.layout)
+        self.levels, self.products = Levels(self.layout), Products(self.robust, self.layout)  # one of them is used
 
     @cute.jit
     def __call__(self, a, stream):
@@ -121,7 +121,7 @@ class PrepareChunk16:
             self.chunk(args, record, smem, Int64(begin) + Int64(offset), length - offset, head)
         if const_expr(self.cu_dtype is not None):
             self.clear_outside(args, slot, head)
-        # The recurrence may begin to start. It waits for the end of this grid before it reads the workspace; everything
+        # From here on the recurrence may start. It waits for the end of this grid before it reads the workspace; everything
         # else that it touches is older than this grid, which is launched without such an overlap.
         ptx.dependency_launch()
 
@@ -134,7 +134,7 @@ class PrepareChunk16:
 
     @cute.jit
     def chunk(self, args, record, smem, token, rows, head):
-        """Prepare one chunk for one head; token: its first one, rows: tokens up to the end of its sequence, maybe over 16."""
+        """Prepare one chunk for one head. token: its first one; rows: tokens from there to the end of its sequence."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
@@ -164,12 +164,14 @@ class PrepareChunk16:
         if const_expr(self.needs_levels):
             if warp == 0:
                 self.write_beta(smem, lane, beta)
-            self.products.write_rows(y, smem, pair, token_half, args.scale)
+            self.levels.write_rows(y, smem, pair, token_half, args.scale)
             cute.arch.sync_threads()
-            self.products.multiply(smem, lane, warp)
+            self.levels.multiply(smem, lane, warp)  # warp l computes level l
             cute.arch.sync_threads()
             if warp == 0:
                 self.inverse.substitute(smem, lane)
+            if warp == 1:
+                self.levels.write_scores(smem, lane, args.scale)
         else:
             kept = self.products.write_rows(y, smem, pair, token_half, args.scale)
             cute.arch.sync_threads()
@@ -177,8 +179,8 @@ class PrepareChunk16:
             if warp == 0:
                 self.write_beta(smem, lane, beta)
                 self.inverse.write(self.products.keys(smem, lane), smem, lane, beta)
-        if warp == 1:
-            self.products.write_scores(smem, lane, args.scale)
+            if warp == 1:
+                self.products.write_scores(smem, lane, args.scale)
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
         if thread == 0:
