@@ -19,8 +19,14 @@ STATE_BYTES = DIM * DIM * 2  # of a bf16 state
 
 
 class State:
-    """robust: fp32 in registers; v_first: states in memory are [V, K], else [K, V]; log2_tokens: tokens between
-    intermediate states."""
+    """The functions of a state tensor.
+
+    Args:
+        robust: fp32 in registers, else bf16.
+        tiles: of 8 columns, per warp.
+        v_first: the call's states are [V, K], else [K, V].
+        log2_tokens: 2**log2_tokens tokens lie between two intermediate states.
+    """
 
     def __init__(self, robust, tiles, v_first, log2_tokens):
         self.robust, self.tiles, self.v_first, self.log2_tokens = robust, tiles, v_first, log2_tokens
