@@ -109,7 +109,7 @@ class RecurrenceSplit:
         self.threads = 32 * (self.compute_warps + 1)
         self.tiles = self.bv // (8 * self.compute_warps)  # of 8 columns, per warp
         self.writes_states = variant.intermediate_states is not None
-        self.log2_tokens = (variant.intermediate_states or 64).bit_length() - 1  # log2 of the tokens between intermediate states
+        self.log2_tokens = (variant.intermediate_states or 64).bit_length() - 1  # from one intermediate state to the next
         self.state = State(self.robust, self.tiles, self.v_first, self.log2_tokens)
         self.v_row = 2 * self.bv + 16  # bytes; padded: the rows that a warp reads together fall into different banks
         self.v_rows = RECORD_BYTES  # byte offset in a stage
