@@ -183,7 +183,7 @@ class TaskList:
     @cute.jit
     def place(self, p, seq, entries):
         """First token, length, slot of chunk 0 and number of chunks of a sequence; for sequence -1 the last is 0."""
-        begin, length, slot = sequences.placed(seq, entries, p.seq_len, LOG2_CHUNK, self.cu_dtype)
+        begin, length, slot = sequences.sequence_from_entries(seq, entries, p.seq_len, LOG2_CHUNK, self.cu_dtype)
         chunks = (length + (CHUNK - 1)) >> LOG2_CHUNK
         if const_expr(self.cu_dtype is None):
             if seq < 0:

@@ -72,7 +72,7 @@ class Levels:
                     self.meet(*(self.pack(_times(x, f)) for x in (q, k)), None, c, self.product_k8)
                     for f, c in ((near, ones), ([c[2:] for c in both], pairs), ([c[:2] for c in both], quads))
                 )
-                ptx.settle(q_tile, ones)
+                ptx.force_compute(q_tile, ones)
             self.store_squares(smem, squares, diagonal, r, band, half, lane)
             c = [ptx.less_f32(group ^ (column + e), 1, diagonal[e], ones[e]) for e in range(2)]
             c = [ptx.less_f32(group ^ column, 2, *x) for x in zip((*c, *ones[2:]), pairs)]
@@ -148,9 +148,9 @@ class Levels:
             ptx.stmatrix_x4(g_at, self.image([[-x for x in pair] for pair in _times(k, start)], powers, 1))
             q_band.append(self.pack(q))
             if not self.l2norm:
-                ptx.settle(next_at, [ptx.as_f32(w) for w in q_band[kk]])
+                ptx.force_compute(next_at, [ptx.as_f32(w) for w in q_band[kk]])
             ptx.stmatrix_x4(q_at, self.image(_times(q, start), powers, 0))
-            ptx.settle(next_at, level8)
+            ptx.force_compute(next_at, level8)
         near, level8 = self.finished(p, level8, n, scale)
         a, m = ([[*near[0][x], *level8[2 * x : 2 * x + 2]], [Float32(0.0)] * 2 + near[1][x]] for x in range(2))
         return q_band, k_band, a, m
