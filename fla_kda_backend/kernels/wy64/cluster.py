@@ -1,8 +1,8 @@
 """The two value halves of a (sequence, head) as a cluster of two CTAs that bring once what both need; see chain/kernel.py.
 
 Both halves need W, Q, K_end, A and the decay of a record; each needs a U of its own. Each CTA's loaders copy one half of
-the bytes of each shared image, and the copy engine writes them into both CTAs, at the same place (multicast). U and initial
-states are copies of each CTA's own.
+the bytes of each shared image, and the copy engine writes them into both CTAs, at the same address (multicast). Each CTA
+copies its own U and its own half of an initial state.
 
 Same steps. The two CTAs have, turn by turn, the two value halves of one (sequence, head) and the same chunks: the grid, the
 number of tasks and, in the replay, the number of spine CTAs are even, so tasks 2i and 2i + 1 are dealt to CTAs 2j and
@@ -20,8 +20,9 @@ which says that both CTAs have read use n.
 No barrier gets ahead of itself. For phase n + 1 of a `full`, bytes come only after the issuing CTA's `empty` has completed
 phase n, so after this CTA's warps have seen phase n of that `full`. Whenever an `empty` completes phase n, all warps of both
 CTAs have read use n, in whatever order their arrivals come. For suppose that one warp had not: it would have arrived at most
-n times, so of the 2 * (chain warps) * (n + 1) arrivals another warp would have made n + 2. That warp would have read use
-n + 1, which its CTA's loader issued after that CTA's `empty` had completed phase n: earlier, and by all warps.
+n times, so of the 2 * (chain warps) * (n + 1) arrivals another warp would have made at least n + 2. That warp would have
+read use n + 1, which its CTA's loader issued after that CTA's `empty` had completed phase n: at an earlier time, and with
+all warps having read use n.
 
 No deadlock. Let n be the first use, in the order in which the chain warps of a CTA take stages of both rings, that some
 chain warp of the cluster waits for in vain. All earlier uses are complete in both CTAs, and chain warps free a use at the
@@ -51,7 +52,7 @@ BOTH = (1 << CTAS) - 1  # multicast mask
 
 
 class Cluster:
-    """One CTA's dealings with the other CTA of its cluster.
+    """What a CTA does together with the other CTA of its cluster.
 
     Args:
         readers: warps of a CTA that read a stage and free it.

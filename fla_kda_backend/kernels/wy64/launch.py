@@ -9,7 +9,7 @@ Overlapped, a loader waits for the flag of each record instead, and for prepare 
 the flags of its own records before the first CTA of the chain can start. By then it is on its SM, or done, and it goes on to
 its end whatever the chain does; so each flag is set. A CTA of the chain takes its tasks one after the other and waits for
 nothing but flags. So it does not matter how many of them find an SM: any one of them comes to its end. Where programmatic
-overlap is off, the chain finds all flags set. A cluster of the chain starts where two SMs of one neighbourhood are free, so
+overlap is off, the chain finds all flags set. A cluster of the chain starts where two SMs of one GPC are free, so
 CTAs of prepare that leave their SMs to it leave them by clusters, too.
 """
 

@@ -21,7 +21,7 @@ class ChainArguments(NamedTuple):
     out: Int64  # [tokens, heads, 128] bf16
     cu_seqlens: Int64  # [num_seqs + 1] int32 or int64
     workspace: Int64  # see record.py
-    carry_in: Int64  # [heads, 2] value halves of states: of the sequence that began before slot_begin
+    carry_in: Int64  # [heads, 2 value halves] states of the sequence that began before slot_begin; see store_carry
     carry_out: Int64  # the same, of the sequence that goes on past slot_end; not the memory of carry_in
     intermediate_states: Int64  # [chunks, heads] bf16 states, see chain/states.py
     scale: Float32  # factor of O, where Q and A are free of it

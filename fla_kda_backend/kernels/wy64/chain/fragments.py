@@ -25,7 +25,10 @@ def _mma(b_major):
 
 
 class Fragments:
-    """What a chain thread holds of S, V', O, U and the decay, and where its operands lie in shared memory.
+    """What a chain thread holds of S, V', O, U and the decay, and where the operands of its products lie in shared memory.
+
+    acc_v, acc_o, acc_s: fp32 accumulators of V'^T, O^T and S^T, the last one in two halves of 64 keys; s_bf16, v_bf16:
+    S^T and V'^T as operands; u_words, decay: of the chunk to come.
 
     Args:
         tid, warp: of the chain thread.

@@ -19,8 +19,8 @@ once on its way out. The state stays fp32 for the whole sequence.
 Layout: one warpgroup holds the 64 value rows of S^T. An accumulator of a 64 x N product and the A operand of a
 product over those N columns have the same order in registers (8 values per 16 columns), so operands are made by
 rounding alone and no warp waits for another on the chain. B operands are the swizzled images of the record, brought in
-by one-dimensional bulk copies; A comes without its blocks above the diagonal, in whose place zeros stand from the
-start. U and the decay come in accumulator order.
+by one-dimensional bulk copies. A comes without its blocks above the diagonal; zeros stand there from the start. U and
+the decay come in accumulator order.
 
 Warps of a CTA:
 
@@ -52,7 +52,7 @@ from fla_kda_backend.kernels.wy64.workspace import Workspace
 class ChainWY64:
     """State recurrence and outputs from the 64-token records; see the module's docstring.
 
-    The two value halves of a head are a cluster, see cluster.py; a record that both have read is not read again.
+    The two value halves of a head are a cluster, see cluster.py.
 
     Args:
         variant: its cu_seqlens, initial_state, final_state, intermediate_states, state_v_first and l2norm matter: without

@@ -34,7 +34,7 @@ class Ready(NamedTuple):
 
     chain: cutlass.Boolean  # the next link's W, U and decay are there
     output: cutlass.Boolean  # the link's Q, K_end and A are there
-    o: cutlass.Boolean  # the O before has been taken
+    o: cutlass.Boolean  # the writers have taken the O before the last
 
 
 class ChainWarps:
@@ -98,7 +98,7 @@ class ChainWarps:
 
     @cute.jit
     def start(self, item, at):
-        """The state before an item's first link."""
+        """The state before an item's first link, into acc_s."""
         if const_expr(self.resumes):
             if item.first > 0:
                 self.resume(item)
@@ -110,14 +110,14 @@ class ChainWarps:
 
     @cute.jit
     def resume(self, item):
-        """The state where an item begins inside its sequence."""
+        """The state where an item begins inside its sequence, into acc_s."""
         ptx.dependency_wait()
         carry = self.args.carry_in + (Int64(item.head) * 2 + item.value_half) * STATE_BYTES
         states.load_carry(carry, self.fragments.flat_s)
 
     @cute.jit
     def initial_state(self, at):
-        """The state before a sequence: zero, or from a stage of the output ring."""
+        """The state before a sequence, zero or from a stage of the output ring, into acc_s."""
         output = at.output
         if const_expr(self.initial is None):
             for keys in self.fragments.flat_s:
@@ -137,9 +137,7 @@ class ChainWarps:
     def store_final_state(self, item):
         if const_expr(self.final is not None):
             offset = states.state_offset(item.seq, item.head, self.args.heads, self.final)
-            states.store_state(
-                self.args.final_state + offset, item.value_half, self.final, self.v_first, self.fragments.flat_s
-            )
+            states.store_state(self.args.final_state + offset, item.value_half, self.final, self.v_first, self.fragments.flat_s)
 
     # ---- links
 
@@ -177,16 +175,16 @@ class ChainWarps:
 
     @cute.jit
     def spine(self, item, at):
-        """The links without outputs: there are none but in the replay."""
+        """The links without outputs; only the replay has any."""
         return at
 
     @cute.jit
     def links(self, first, links, at, row, step):
         """The links with outputs of an item, from number `first` on.
 
-        On entry S is rounded, acc_v holds U, `decay` is the chunk's and acc_o holds, unless first = 0, the O before. At the
-        end acc_o holds the last O, and the last output stage is still to be freed. row, step: address of the stored state,
-        and bytes to the next one.
+        On entry S is rounded, acc_v holds U, `decay` is the first chunk's and, unless first = 0, acc_o holds the O of the
+        link before. At the end acc_o holds the last O, and the last output stage is still to be freed. row, step: address
+        of the intermediate state before the first chunk, and bytes to the next one.
         """
         shared = self.shared
         ready = Ready(
@@ -204,8 +202,8 @@ class ChainWarps:
     def link(self, c, links, at, previous_out, ready, row):
         """Link `c`. `previous_out`: the output stage of the link before, whose O is still being computed.
 
-        ptxas tracks no accumulator in flight across the loop's edge (it would serialise every product), so that the body
-        ends by waiting for its products.
+        The body ends by waiting for its products: ptxas tracks no accumulator in flight across the loop's edge and would
+        serialise every product.
         """
         t, shared = self.fragments, self.shared
         chain, output, o = at
@@ -257,9 +255,7 @@ class ChainWarps:
         warpgroup.wait_group(2)  # S, keys 0 to 63
         t.round_state(0, 4)
         self.states.store_between(c, links, row, 0, 4)
-        ready = Ready(
-            chain=shared.chain.is_full(after), output=shared.output.is_full(at.output), o=shared.o.is_empty(at.o)
-        )
+        ready = Ready(chain=shared.chain.is_full(after), output=shared.output.is_full(at.output), o=shared.o.is_empty(at.o))
         warpgroup.wait_group(0)  # S, keys 64 to 127
         t.round_state(4, 8)
         self.states.store_between(c, links, row, 4, 8)

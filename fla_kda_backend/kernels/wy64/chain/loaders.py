@@ -42,7 +42,7 @@ class Loader:
     def wait_for_records(self, item, link, ready):
         """Wait until the record of a link is written; by whole warps, which ask for 32 records at a time.
 
-        `ready`: how many of the item's links have records that were seen to be written. Returns it anew.
+        `ready`: the records of this number of the item's links were seen to be written. Returns the new number.
         """
         last = item.spine_links + item.output_links - 1
         pause = Int32(FIRST_PAUSE)
@@ -55,7 +55,7 @@ class Loader:
                 ptx.nanosleep(pause)
                 pause = cutlass.min(2 * pause, Int32(LONGEST_PAUSE))
             else:
-                # What any lane has seen to be written, the copy engine reads on behalf of one.
+                # One lane has the copy engine read what any lane has seen to be written.
                 cute.arch.sync_warp()
                 ptx.fence_proxy_async_global()
         return ready
@@ -140,7 +140,7 @@ class OutputLoader(Loader):
 
     @cute.jit
     def load_initial_state(self, item, stage):
-        """The item's value half of the sequence's initial state, into the place of Q and K_end; by the whole warp."""
+        """The item's value half of the sequence's initial state, where Q and K_end would lie; by the whole warp."""
         args = self.args
         source = args.initial_state + states.state_offset(item.seq, item.head, args.heads, self.initial)
         target = self.shared.qka.toint() + stage * QKA_BYTES

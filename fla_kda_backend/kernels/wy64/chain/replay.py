@@ -1,12 +1,12 @@
 """The 64-token chain for few heads and long sequences: a spine without outputs, outputs by CTAs that replay stretches.
 
 A link of ChainWY64 is longer with outputs than the chain needs, and few heads leave most SMs idle. Here a spine CTA
-carries the state of one (sequence, head, value half) through the chunks without computing outputs: V' = U - W S and S =
-diag(decay) S + K_end^T V' only. At every CHUNKS_PER_CHECKPOINT-th chunk it leaves the fp32 state in the workspace and
-sets a flag. A stretch is the CHUNKS_PER_CHECKPOINT chunks from one checkpoint to the next. Replay CTAs take stretches in
-order of time, wait for the stretch's flag and run the links of ChainWY64 from the checkpoint: the same arithmetic, hence
-the same bits. What follows the last full stretch is the spine CTA's own: it computes these outputs too, for they are on its
-way to the final state.
+carries the state of one (sequence, head, value half) through the chunks without computing outputs: V' = U - W S and
+S = diag(decay) S + K_end^T V' only. At every CHUNKS_PER_CHECKPOINT-th chunk it leaves the fp32 state in the workspace and
+sets a flag. The CHUNKS_PER_CHECKPOINT chunks from one checkpoint, or from the initial state, to the next are a stretch.
+Replay CTAs take stretches in order of time, wait for the stretch's flag and run the links of ChainWY64 from the checkpoint:
+the same arithmetic, hence the same bits. The chunks after the last stretch are the spine CTA's. It computes their outputs,
+too, on its way to the final state.
 
 Progress. Blocks 0 to tasks - 1 are the spine; they wait for the copy engine, their own warps and the prepare grid only.
 The replay blocks have higher numbers and wait for spine blocks of the same grid. Blocks, and clusters, start in the order of
@@ -131,8 +131,8 @@ class ReplayChainWarps(ChainWarps):
 
     @cute.jit
     def spine_links(self, item, at):
-        """The loop is rotated to begin between V' and the update: begun at V', ptxas would wait for the products before the
-        scaling."""
+        """The loop is rotated: its body begins between V' and the update. With a body that begins at V', ptxas would wait for
+        the products before the scaling."""
         t, shared = self.fragments, self.shared
         output, following = at.output, at.chain.next()
         warpgroup.fence()
@@ -218,7 +218,7 @@ class ReplayChainWarps(ChainWarps):
 
 
 class ReplayWriters(Writers):
-    """The writers of a spine CTA set flags before they write O, which its chain warps make after all checkpoints."""
+    """The writers of a spine CTA first set flags, then write O: its chain warps make outputs after all checkpoints."""
 
     @cute.jit
     def publish_checkpoints(self):
