@@ -58,6 +58,7 @@ class ChainWarps:
 
     @cute.jit
     def run(self):
+        """All items of the CTA, one after the other; positions in the rings go on from item to item."""
         counted = (Int32(0), Int32(0))
         self.fragments.acc_o.fill(0.0)
         at = Positions(
