@@ -25,8 +25,8 @@ assert DECAY_AT + DECAY_BYTES == RECORD_BYTES and U_AT + 2 * U_BYTES == DECAY_AT
 FLAG_BYTES = 16  # of a record, both halves
 READY_AT = 4  # in them: the record is written
 STATE_BYTES = HEAD_DIM * HALF * 4  # half of a state in fp32
-LOG2_EVERY = 4
-EVERY = 1 << LOG2_EVERY  # chunks between two checkpoints
+LOG2_CHUNKS_PER_CHECKPOINT = 4
+CHUNKS_PER_CHECKPOINT = 1 << LOG2_CHUNKS_PER_CHECKPOINT  # chunks between two checkpoints
 
 
 def a_block(i, j):
@@ -43,5 +43,5 @@ def slots(tokens, num_seqs, seq_len=None):
 
 def workspace_bytes(slots, heads, replay=False):
     """Bytes of the workspace of a launch over `slots` slots."""
-    checkpoints = 2 * STATE_BYTES * ((slots + EVERY - 1) >> LOG2_EVERY) if replay else 0
+    checkpoints = 2 * STATE_BYTES * ((slots + CHUNKS_PER_CHECKPOINT - 1) >> LOG2_CHUNKS_PER_CHECKPOINT) if replay else 0
     return heads * (slots * (RECORD_BYTES + FLAG_BYTES) + checkpoints)
