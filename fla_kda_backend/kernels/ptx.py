@@ -610,15 +610,15 @@ fence_gpu = instruction(
     volatile=True,
     doc="Order this thread's accesses before and after for all threads of the GPU.",
 )
-_settle = instruction(
+_force_compute = instruction(
     "{ .reg .pred p; setp.lt.s32 p, $0, 0; @p st.shared.v4.f32 [$0], {$1, $2, $3, $4}; }", "", "rffff", volatile=True, doc=""
 )
 
 
-def settle(address, words):
+def force_compute(address, words):
     """Have four words computed here: a store, which an address of shared memory prevents. ptxas would rather keep what
     they are made of in registers until they are used."""
-    _settle(address, *words)
+    _force_compute(address, *words)
 
 
 nanosleep = instruction("nanosleep.u32 $0;", "", "r", volatile=True, doc="Pause for 0 to 2n nanoseconds, n below 10^6.")

@@ -30,7 +30,7 @@ class WY64:
 
     def __init__(self, variant, schedule):
         self.chain = (ChainReplayWY64 if schedule.replay else ChainWY64)(variant, schedule)
-        self.prepare = PrepareWY64(variant, schedule, self.chain if schedule.overlap else None)
+        self.prepare = PrepareWY64(variant, schedule, self.chain.chains_per_group, self.chain.link_time)
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""
@@ -40,10 +40,7 @@ class WY64:
     def __call__(self, *arguments):
         *values, stream = arguments
         a = Arguments(*values)
-        self.prepare(a.q, a.k, a.v, a.g, a.beta, a.a_log, a.dt_bias, a.final_state, a.out, a.cu_seqlens, a.workspace,
-                     a.q_token, a.q_head, a.k_token, a.k_head, a.v_token, a.v_head, a.g_token, a.g_head, a.beta_token,
-                     a.beta_head, a.scale, a.gate_scale, a.seq_len, a.num_seqs, a.qk_heads, a.heads, a.slot_begin,
-                     a.slot_end, stream)  # fmt: skip
+        self.prepare(a, stream)
         self.chain(a.initial_state, a.final_state, a.out, a.cu_seqlens, a.workspace, a.carry_in, a.carry_out,
                    a.intermediate_states, a.scale, a.seq_len, a.num_seqs, a.heads, a.slot_begin, a.slot_end,
                    stream)  # fmt: skip
