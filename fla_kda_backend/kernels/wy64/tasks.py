@@ -13,10 +13,10 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from fla_kda_backend.kernels import ptx, sequences
 from fla_kda_backend.kernels.wy64.record import (
     CHUNK,
-    EVERY,
+    CHUNKS_PER_CHECKPOINT,
     FLAG_BYTES,
     LOG2_CHUNK,
-    LOG2_EVERY,
+    LOG2_CHUNKS_PER_CHECKPOINT,
     READY_AT,
     RECORD_BYTES,
     STATE_BYTES,
@@ -66,8 +66,8 @@ class Problem:
     def checkpoint(self, head, slot, half):
         """Address of the state at the beginning of a chunk."""
         slots = self.slot_end - self.slot_begin
-        per_head = (slots + (EVERY - 1)) >> LOG2_EVERY
-        place = (Int64(head) * per_head + (slot >> LOG2_EVERY)) * 2 + half
+        per_head = (slots + (CHUNKS_PER_CHECKPOINT - 1)) >> LOG2_CHUNKS_PER_CHECKPOINT
+        place = (Int64(head) * per_head + (slot >> LOG2_CHUNKS_PER_CHECKPOINT)) * 2 + half
         return flag_address(self.workspace, self.heads, slots, self.heads, 0) + place * STATE_BYTES
 
 

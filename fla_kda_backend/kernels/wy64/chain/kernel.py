@@ -159,12 +159,12 @@ class ChainWY64(ChainFragments, ChainTransfers, ChainPair, ChainStates, TaskList
     link_time = 110  # beside an overlapped prepare, see there; on an H200 24 and 40 heads want it, others do not mind
     resumes = False  # whether an item may begin inside a sequence although the launch is not segmented
 
-    def at_once(self, chains):
+    def chains_per_group(self, chains):
         """How many chains, of two tasks each, run at once beside an overlapped prepare; see groups.py."""
-        return groups.chains_at_once(chains, self.max_ctas, cutlass.max)
+        return groups.chains_per_group(chains, self.max_ctas, cutlass.max)
 
     def grid(self, tasks):
-        return 2 * self.at_once(tasks // 2) if self.overlap else cutlass.min(tasks, Int32(self.max_ctas))
+        return 2 * self.chains_per_group(tasks // 2) if self.overlap else cutlass.min(tasks, Int32(self.max_ctas))
 
     @cute.jit
     def resume(self, p, item, t):

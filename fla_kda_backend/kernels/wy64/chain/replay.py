@@ -2,8 +2,8 @@
 
 A link of ChainWY64 is longer with outputs than the chain needs, and few heads leave most SMs idle. Here a spine CTA
 carries the state of one (sequence, head, half) through the chunks without computing outputs: V' = U - W S and S =
-diag(decay) S + K_end^T V' only. At every EVERY-th chunk it leaves the fp32 state in the workspace and sets a flag.
-Replay CTAs take stretches of EVERY chunks in order of time, wait for the stretch's flag and run the links of ChainWY64
+diag(decay) S + K_end^T V' only. At every CHUNKS_PER_CHECKPOINT-th chunk it leaves the fp32 state in the workspace and sets a flag.
+Replay CTAs take stretches of CHUNKS_PER_CHECKPOINT chunks in order of time, wait for the stretch's flag and run the links of ChainWY64
 from the checkpoint: the same arithmetic, hence the same bits. Outputs from the last checkpoint's place on come from the
 spine CTA itself, for they are on its way to the final state.
 
@@ -26,7 +26,7 @@ from fla_kda_backend.kernels.wy64 import states
 from fla_kda_backend.kernels.wy64.chain.fragments import A_COLUMN, K_MAJOR, MN_MAJOR, QK_BYTES
 from fla_kda_backend.kernels.wy64.chain.kernel import ChainWY64
 from fla_kda_backend.kernels.wy64.chain.transfers import PAUSE
-from fla_kda_backend.kernels.wy64.record import CHUNK, EVERY, FLAG_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
+from fla_kda_backend.kernels.wy64.record import CHUNK, CHUNKS_PER_CHECKPOINT, FLAG_BYTES, LOG2_CHUNK, Q_BYTES, STATE_BYTES
 from fla_kda_backend.kernels.wy64.tasks import MAX_SORTED, Item
 
 SPINE = -1  # its segment number
@@ -42,7 +42,7 @@ class ChainReplayWY64(ChainWY64):
     resumes = True
     link_time = 50  # of the spine
 
-    def at_once(self, chains):
+    def chains_per_group(self, chains):
         return chains
 
     def grid(self, tasks):
@@ -71,7 +71,7 @@ class ChainReplayWY64(ChainWY64):
     @cute.jit
     def segments(self, chunks):
         """Stretches that are replayed."""
-        return cutlass.max(chunks - 1, Int32(0)) // EVERY
+        return cutlass.max(chunks - 1, Int32(0)) // CHUNKS_PER_CHECKPOINT
 
     @cute.jit
     def task(self, p, turn):
@@ -94,11 +94,11 @@ class ChainReplayWY64(ChainWY64):
         begin, length, slot, chunks = self.place(p, seq, entries)
         segments = self.segments(chunks)
         spine = segment == SPINE
-        first, plain, links = Int32(0), segments * EVERY, chunks - segments * EVERY
+        first, plain, links = Int32(0), segments * CHUNKS_PER_CHECKPOINT, chunks - segments * CHUNKS_PER_CHECKPOINT
         if segment != SPINE:
-            first, plain, links = segment * EVERY, Int32(0), Int32(0)
+            first, plain, links = segment * CHUNKS_PER_CHECKPOINT, Int32(0), Int32(0)
             if segment < segments:
-                links = Int32(EVERY)
+                links = Int32(CHUNKS_PER_CHECKPOINT)
         return Item(seq, head, half, begin, length, slot, first, plain, links, spine and length == 0, spine)
 
     @cute.jit
@@ -119,8 +119,8 @@ class ChainReplayWY64(ChainWY64):
                 ptx.dependency_wait()
             parity = Int32(0)
             flag = p.flag(item.head, item.slot, item.half)
-            for _checkpoint in cutlass.range(item.plain // EVERY - 1, unroll=1):
-                flag += EVERY * FLAG_BYTES
+            for _checkpoint in cutlass.range(item.plain // CHUNKS_PER_CHECKPOINT - 1, unroll=1):
+                flag += CHUNKS_PER_CHECKPOINT * FLAG_BYTES
                 cute.arch.mbarrier_wait(sm.checkpoint.full, parity)
                 ptx.stg_release_b32(flag, Int32(1))
                 cute.arch.mbarrier_arrive(sm.checkpoint.empty)
@@ -165,7 +165,7 @@ class ChainReplayWY64(ChainWY64):
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             self.free(sm.chain.empty + stage)
-        count, parity = Int32(EVERY), Int32(1)
+        count, parity = Int32(CHUNKS_PER_CHECKPOINT), Int32(1)
         checkpoint = p.checkpoint(item.head, item.slot, item.half)
         for _c in cutlass.range(item.plain - 1, unroll=1):
             # acc_v: V' of a chunk; S already decayed; u_words: U of the next chunk, whose stage is `following`.
@@ -193,7 +193,7 @@ class ChainReplayWY64(ChainWY64):
             warpgroup.commit_group()
             count -= 1
             if count == 0:
-                count = Int32(EVERY)
+                count = Int32(CHUNKS_PER_CHECKPOINT)
                 checkpoint += 2 * STATE_BYTES
                 cute.arch.mbarrier_wait(sm.checkpoint.empty, parity)
                 states.store_carry(checkpoint, t.flat_s)
