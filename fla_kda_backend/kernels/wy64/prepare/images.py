@@ -33,9 +33,8 @@ class Images:
         self.decays.store_band_sum(base, sums, coord)
         return sums
 
-    def sum_squares(self, base, q_tile, k_tile, _, coord):
+    def sum_squares(self, base, q_tile, k_tile, at, _, coord):
         """Step 2: half sums of squares of the warp's rows."""
-        at = block_offset(coord.band, coord.half, coord.lane)
         self.store_squares(base, q_tile + at, coord, 0)
         self.store_squares(base, k_tile + at, coord, 1)
 

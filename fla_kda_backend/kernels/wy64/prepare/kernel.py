@@ -296,6 +296,7 @@ class PrepareWY64:
         base = memory.base
         parity = n & 1
         coord = self.teams.coord(memory, n, begun=False)
+        at = block_offset(coord.band, coord.half, coord.lane)
         g_tile, q_tile, k_tile = (self.tiles.address(memory, n, tensor) for tensor in (Tensor.G, Tensor.Q, Tensor.K))
         rows_band = rows - 16 * coord.band
         cute.arch.mbarrier_wait(memory.mbarriers + int(Tensor.G), parity)
@@ -304,7 +305,7 @@ class PrepareWY64:
         cute.arch.mbarrier_wait(memory.mbarriers + int(Tensor.K), parity)
         zero_past_end(q_tile, rows_band, coord)
         zero_past_end(k_tile, rows_band, coord)
-        self.images.sum_squares(base, q_tile, k_tile, decays, coord)
+        self.images.sum_squares(base, q_tile, k_tile, at, decays, coord)
         if const_expr(self.wide_gate):
             ptx.fence_proxy_async()  # the reads of g before v, which the copy engine brings into its second tile
         self.teams.sync()
@@ -339,8 +340,8 @@ class PrepareWY64:
                 barrier = self.teams.barrier(TeamBarrier.of_band(b))
                 self.blocks.blocks_below(base, b, barrier, memory.beta(coord.n), coord, q_band, k_band)
         cute.arch.mbarrier_wait(memory.mbarriers + int(Tensor.V), coord.n & 1)
-        rows_band = memory.info(coord.n, ChunkInfo.ROWS) - 16 * coord.band
-        zero_past_end(self.tiles.address(memory, coord.n, Tensor.V), rows_band, coord)
+        v_tile = self.tiles.address(memory, coord.n, Tensor.V)
+        zero_past_end(v_tile, memory.info(coord.n, ChunkInfo.ROWS) - 16 * coord.band, coord)
         ptx.fence_proxy_async()
         self.teams.sync()
         if coord.warp == 0:
@@ -379,12 +380,11 @@ class PrepareWY64:
         v_at, w_at = (self.tiles.address(memory, n, tensor) + channels for tensor in (Tensor.V, Tensor.G))
         x = [[ptx.ldmatrix_x4_trans(tile + b * 2048) for tile in (v_at, w_at)] for b in range(BANDS)]
         ptx.fence_proxy_async()  # the reads of v before the next k, which the copy engine brings into its tile
-        v_taken = self.teams.barrier(TeamBarrier.V_TAKEN)
         if coord.warp == 0:
-            cute.arch.barrier(barrier_id=v_taken, number_of_threads=TEAM_THREADS)
+            cute.arch.barrier(barrier_id=self.teams.barrier(TeamBarrier.V_TAKEN), number_of_threads=TEAM_THREADS)
             self.loads.load(args, memory, n + 1, Tensor.Q if self.wide_gate else Tensor.K)
         else:
-            cute.arch.barrier_arrive(barrier_id=v_taken, number_of_threads=TEAM_THREADS)
+            cute.arch.barrier_arrive(barrier_id=self.teams.barrier(TeamBarrier.V_TAKEN), number_of_threads=TEAM_THREADS)
         u_at = self.record(args, memory, n) + Int64(U_AT + half * U_BYTES + (band * 32 + lane) * 16)
         if const_expr(self.direct.enabled):
             if self.direct.is_whole(memory, n) > 0:

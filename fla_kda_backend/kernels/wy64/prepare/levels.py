@@ -57,7 +57,7 @@ class Levels:
         return y
 
     # ---- step 2
-    def sum_squares(self, base, q_tile, k_tile, y, coord):
+    def sum_squares(self, base, q_tile, k_tile, _, y, coord):
         """Step 2: half sums of squares of the warp's rows (or their powers of two), and half sums of the diagonal blocks of A
         and of M inside 8 tokens, from q and k as they are (times powers of two). Above the diagonal, and on M's, these sums
         are anything."""
