@@ -1,8 +1,8 @@
 """The workspace of the 64-token kernels: byte offsets and sizes; free of the DSL.
 
     records      [head][slot]: what prepare leaves of a chunk, see below
-    flags        [head][slot][value half]: two int32. The first is 1 once the checkpoint is written; the second, of value half 0,
-                 once the record is written: the overlapped chain does not wait for the whole prepare grid
+    flags        [head][slot][value half]: two int32. The first is 1 once the checkpoint is written. The second, of value half
+                 0, is 1 once the record is written: the overlapped chain does not wait for the whole prepare grid
     checkpoints  [head][slot / 16][value half]: half of a state in accumulator order; replay only
 
 Sixteen chunks of a sequence lie between two checkpoints, and its first checkpoint is that of chunk 16. So the slots of any two

@@ -2,8 +2,8 @@
 
 A link of ChainWY64 is longer with outputs than the chain needs, and few heads leave most SMs idle. Here a spine CTA
 carries the state of one (sequence, head, half) through the chunks without computing outputs: V' = U - W S and S =
-diag(decay) S + K_end^T V' only. At every CHUNKS_PER_CHECKPOINT-th chunk it leaves the fp32 state in the workspace and sets a flag.
-Replay CTAs take stretches of CHUNKS_PER_CHECKPOINT chunks in order of time, wait for the stretch's flag and run the links of ChainWY64
+diag(decay) S + K_end^T V' only. At every 16th chunk it leaves the fp32 state in the workspace and sets a flag.
+Replay CTAs take stretches of 16 chunks in order of time, wait for the stretch's flag and run the links of ChainWY64
 from the checkpoint: the same arithmetic, hence the same bits. Outputs from the last checkpoint's place on come from the
 spine CTA itself, for they are on its way to the final state.
 

@@ -66,7 +66,7 @@ class Decays:
 
     def parameters(self, base, coord):
         """rate, and bias of the lane's channels, as `Loads.load_tables` left them."""
-        if not self.gate.has_parameters:
+        if not self.gate.has_tables:
             return None, [None] * 8
         bias_at = base + Table.BIAS + coord.half * 256
         return ptx.lds_f32(base + Table.RATE), [ptx.lds_f32(bias_at + (8 * n + coord.group) * 4) for n in range(8)]
@@ -155,7 +155,7 @@ class Decays:
     # ---- from band to band
     @cute.jit
     def write_band_tables(self, base, record, coord):
-        """The decays that join the warp's band to the others, two channels per lane, and d, the chunk's decay, in the record."""
+        """The decays that join the warp's band to the others, two channels per lane, and the chunk's decay d, in the record."""
         band, half, lane = coord.band, coord.half, coord.lane
         where = base + half * 256 + lane * 8
         t = [ptx.lds_v2_f32(where + Table.BAND_SUM + BAND_BYTES * b) for b in range(BANDS)]

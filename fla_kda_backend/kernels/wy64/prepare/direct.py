@@ -6,12 +6,13 @@ operands that the chain would take, 16 tokens at a time in the chain's order.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64 import states
 from fla_kda_backend.kernels.wy64.prepare.blocks import a_block_address
 from fla_kda_backend.kernels.wy64.prepare.elimination import eliminate
+from fla_kda_backend.kernels.wy64.prepare.fragments import zeros
 from fla_kda_backend.kernels.wy64.prepare.memory import TEAM_THREADS, TILE_BYTES, ChunkInfo, Tensor
 from fla_kda_backend.kernels.wy64.prepare.tiles import block_offset
 from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK, HALF, HEAD_DIM
@@ -34,7 +35,7 @@ class Direct:
         """Final state to global memory, O to the place of W. x: per band, blocks of V^T; w_at as `eliminate` takes it."""
         u = [words for (words,) in eliminate(memory.base, x, None, w_at, coord.lane)]
         for i in cutlass.range_constexpr(BANDS):
-            acc = [[Float32(0.0)] * 4] * 2
+            acc = zeros()
             for j in cutlass.range_constexpr(i + 1):
                 a = ptx.ldmatrix_x4(a_block_address(memory.base, i, j, coord.lane))
                 acc = [ptx.mma_bf16(u[j], (a[m], a[m + 2]), acc[m]) for m in range(2)]
@@ -55,7 +56,7 @@ class Direct:
         k_at = self.tiles.address(memory, n, Tensor.K) + block_offset(0, 0, lane)
         for t in cutlass.range(HEAD_DIM // 16, unroll=2):  # keys 16 * t on
             keys_at = (k_at ^ ((t & 3) << 5)) + (t >> 2) * (TILE_BYTES // 2)
-            acc = [[Float32(0.0)] * 4] * 2
+            acc = zeros()
             for j in cutlass.range_constexpr(BANDS):
                 k = ptx.ldmatrix_x4_trans(keys_at + j * 2048)
                 acc = [ptx.mma_bf16(u[j], k[2 * m : 2 * m + 2], acc[m]) for m in range(2)]

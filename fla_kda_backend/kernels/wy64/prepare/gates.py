@@ -1,11 +1,12 @@
 """The forms of the gate and of beta. Nothing else in this folder knows their names.
 
-A gate form makes y, the log2 decay of a token and channel, from g, A_log and dt_bias. It does so in two steps. Once per chunk,
-one warp makes a `rate` and 128 `bias` values from A_log and dt_bias of the head (`tables`). Then all warps make y of their g
-from these (`log2_decays`), times `unit`: y is summed on the tensor cores as fp16, and the factor makes it fill their range.
+A gate form makes y, the log2 decay of a token and channel, from g, A_log and dt_bias, in two steps. Once per chunk one warp
+makes a rate and 128 biases from the head's A_log and dt_bias (`tables`; a form without parameters has none). Then all warps
+make y of their g from these (`log2_decay`). They make y times `unit`, a power of two: y is summed on the tensor cores as fp16,
+and the factor makes it fill the range of fp16 (decays.py).
 
-To add a form: a class here, its name in GATES below and in variant.py, its formula in kernel.py's docstring. Where y may be less
-than about -7 per token, `Variant.needs_levels` must say so.
+To add a form: a class here and its name in GATES, its name in variant.py and its formula in kernel.py's docstring. Where y may
+be less than -7.2 per token, `Variant.needs_levels` must be true.
 """
 
 from cutlass import Float32
@@ -20,20 +21,22 @@ LOG2_1P = (1.44269321, -0.721159469, 0.477668338, -0.339088892, 0.215284317, -0.
 class BoundedGate:
     """y = gate_scale * sigmoid(exp(A_log) * (g + dt_bias)), gate_scale = lower_bound * log2(e)."""
 
-    has_parameters = True
+    has_tables = True
 
     def __init__(self, unit):
-        self.unit = unit
+        self.unit = unit  # a power of two
 
     def tables(self, a_log, bias):
+        """(rate, biases); a_log: 0 where there is none; bias: dt_bias of four channels."""
         rate = ptx.ex2(a_log * Float32(LOG2E)) * Float32(-LOG2E)
         return rate, [b * rate for b in bias]
 
     def constant(self, gate_scale):
+        """What all calls of `log2_decay` share."""
         return ptx.rcp(gate_scale * Float32(self.unit))
 
     def log2_decay(self, g, rate, bias, over_scale):
-        """1 / (over_scale * (1 + 2^(rate * g + bias)))."""
+        """y * unit = 1 / (over_scale * (1 + 2^(rate * g + bias)))."""
         e = ptx.ex2(ptx.fma(g, rate, bias))
         return ptx.rcp(ptx.fma(e, over_scale, over_scale))
 
@@ -41,7 +44,7 @@ class BoundedGate:
 class SoftplusGate:
     """y = -log2(e) * exp(A_log) * softplus(g + dt_bias)."""
 
-    has_parameters = True
+    has_tables = True
 
     def __init__(self, unit):
         self.unit = unit
@@ -60,7 +63,7 @@ class SoftplusGate:
 class GivenGate:
     """y = log2(e) * g."""
 
-    has_parameters = False
+    has_tables = False
 
     def __init__(self, unit):
         self.unit = unit

@@ -11,13 +11,17 @@ from cutlass import Float32
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64.prepare.fragments import round_to_bf16, zeros, zeros4
-from fla_kda_backend.kernels.wy64.prepare.memory import BAND_BYTES, SQUARES_BYTES, Table
-from fla_kda_backend.kernels.wy64.prepare.tiles import block_offset
+from fla_kda_backend.kernels.wy64.prepare.memory import BAND_BYTES, SQUARES_BYTES, Table, Tensor
+
+
+def squares_table(base, tensor):
+    """Address of the sums of squares of q or k: fp32 [64 rows][2 channel halves]."""
+    return base + Table.SQUARES + (SQUARES_BYTES if tensor == Tensor.K else 0)
 
 
 def norm_factors(base, band, row, tensor):
-    """1 / norm of rows `row` and row + 8 of a band of q (tensor 0) or k (1), from the sums of squares of both channel halves."""
-    at = base + Table.SQUARES + tensor * SQUARES_BYTES + (16 * band + row) * 8
+    """1 / norm of rows `row` and row + 8 of a band of q or k, from the sums of squares of both channel halves."""
+    at = squares_table(base, tensor) + (16 * band + row) * 8
     return [ptx.rsqrt(low + high + Float32(1e-6)) for low, high in (ptx.lds_v2_f32(at + 64 * r) for r in range(2))]
 
 
@@ -34,9 +38,9 @@ class Images:
         return sums
 
     def sum_squares(self, base, q_tile, k_tile, at, _, coord):
-        """Step 2: half sums of squares of the warp's rows."""
-        self.store_squares(base, q_tile + at, coord, 0)
-        self.store_squares(base, k_tile + at, coord, 1)
+        """Step 2: half sums of squares of the warp's rows, in tables. at: offset of the warp's first block in a tile."""
+        self.store_squares(base, q_tile + at, coord, Tensor.Q)
+        self.store_squares(base, k_tile + at, coord, Tensor.K)
 
     @cute.jit
     def store_squares(self, base, at, coord, tensor: cutlass.Constexpr):
@@ -49,7 +53,7 @@ class Images:
             c1 = ptx.mma_bf16(x, (x[1], x[3]), c1)
         odd = group & 1
         if coord.quad == group >> 1:
-            where = base + Table.SQUARES + tensor * SQUARES_BYTES + (16 * coord.band + group) * 8 + coord.half * 4
+            where = squares_table(base, tensor) + (16 * coord.band + group) * 8 + coord.half * 4
             ptx.sts_f32(where, ptx.less_f32(0, odd, c0[1], c0[0]))
             ptx.sts_f32(where + 64, ptx.less_f32(0, odd, c1[3], c1[2]))
 
@@ -57,8 +61,8 @@ class Images:
         """Step 3: write Q, K_end, K_start and k_next over q, k, g; return q_band, k_band and half sums of the diagonal blocks
         of A and M. at: addresses of the warp's first block in the tiles of g, q and k."""
         base, band = memory.base, coord.band
-        q_norms = [x * scale for x in norm_factors(base, band, coord.group, 0)]
-        k_norms = norm_factors(base, band, coord.group, 1)
+        q_norms = [x * scale for x in norm_factors(base, band, coord.group, Tensor.Q)]
+        k_norms = norm_factors(base, band, coord.group, Tensor.K)
         a, m = zeros(), zeros()
         q_band, k_band = [], []
         table_at = base + band * BAND_BYTES + coord.half * 256 + coord.quad * 8

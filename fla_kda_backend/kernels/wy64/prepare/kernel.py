@@ -27,11 +27,11 @@ than with U and W each rounded from a product with (I + M)^-1. Where a key repea
 tokens nearly cancel in the state. So K_end of these tokens is made of one rounded key, which a factor near 1 does not change,
 and not of several different roundings of it.
 
-Every factor that joins two bands is at most 1, whatever the gate: blocks of neighbouring bands take k_next, blocks further apart
-k_next times the decay of the bands between. The diagonal blocks of a bounded gate and keys of norm 1 take 2^l and 2^-l, with y
-in one fp16 term (images.py): over 16 tokens 2^-l is at most 2^115.4 with lower_bound >= -5. All other variants
-(`Variant.needs_levels`, levels.py) keep y in two fp16 terms down to -511 (2^-160 is 0 as it is). For them t[b] - l is a sum of
-its own, and a diagonal block is halved down to single tokens. With m the boundary between two neighbouring blocks of
+Every factor that joins two bands is at most 1, whatever the gate: blocks of neighbouring bands take k_next, blocks further
+apart k_next times the decay of the bands between. The diagonal blocks of a bounded gate and keys of norm 1 take 2^l and 2^-l,
+with y in one fp16 term (images.py): over 16 tokens 2^-l is at most 2^115.4 with lower_bound >= -5. All other variants
+(`Variant.needs_levels`, levels.py) keep y in two fp16 terms down to -511 (2^-160 is 0 as it is). For them t[b] - l is a sum
+of its own, and a diagonal block is halved down to single tokens. With m the boundary between two neighbouring blocks of
 L = 8, 4, 2, 1 tokens, i in the upper and j in the lower one,
 
     A_ij = bf16(scale * q_i 2^(G_i - G_m)) . bf16(k_j 2^(G_m - G_j)), M_ij likewise;  A_ii = scale * q_i . k_i
@@ -39,9 +39,9 @@ L = 8, 4, 2, 1 tokens, i in the upper and j in the lower one,
 Each exponent is a sum of y over tokens on one side of m, made on the tensor cores, and no difference of sums. So nothing
 overflows, an underflow is a true one, and no later token reaches an earlier output.
 
-Where q and k are not normalised, the operands of A and M are fp16 instead of bf16: three more bits, as many as the tf32 has that
-FLA's kernels multiply then. (FLA multiplies normalised q and k in bf16, too.) Each row of q and of k is multiplied by a power
-of two first, so that fp16 holds q and k of any size; the accumulators are divided by the powers of their row and column
+Where q and k are not normalised, the operands of A and M are fp16 instead of bf16: three more bits, as many as tf32 has, in
+which FLA's kernels multiply then. (FLA multiplies normalised q and k in bf16, too.) Each row of q and of k is multiplied by a
+power of two first, so that fp16 holds q and k of any size; the accumulators are divided by the powers of their row and column
 (operands.py). The images are made from the same fp32 values, without these factors. A and Q are then made without `scale`; the
 chain multiplies O by it. So where a channel does not decay, Q has the very bits of q.
 
@@ -56,19 +56,26 @@ Tiles: four of 16 KB hold g, q, k and v of a chunk (tiles.py), and the next chun
 loads g and q of chunk n + 1 into the tiles of q and k once the images there are stored, k into the tile of v once v is in
 registers, v into the tile of g once W is stored. It does so while it has no blocks to compute, and finds out then which chunk
 n + 1 is. Where g is fp32 and takes two tiles, v comes into the second one once y is in registers, and K_start stands in the
-first; g of chunk n + 1 goes where q and k were, its q where v was, its k where W was. Several heads may share a head of q and k.
+first; g of chunk n + 1 goes where q and k were, its q where v was, its k where W was. Several heads may share a head of q, k.
 
-    warps     all                          warp 0                            half 1               bands 1 to 3
-    1         g: y and its sums
-    2         q, k: sums of squares
-              ---- sync ----               load v
-    3         decays between bands; Q, K_end, K_start, k_next
-              ---- sync ----               store Q, K_end; load next g, q    A, T on the          A, N below the
-                                                                             diagonal             diagonal
-    4         v arrives
-              ---- sync ----               store A
-    5         U, W                         load next k (after V_TAKEN)
-              ---- sync ----               store W
+Steps of a chunk (a line: barrier of the team):
+
+    step   all warps                             warp 0                            half 1              bands 1 to 3
+    1      y and its sums, from g
+    2      sums of squares of q and k
+    ------------------------------------------------------------------------------------------------------------------
+    3      decays that join bands;               load v
+           Q, K_end, K_start, k_next,
+           sums of the diagonal blocks
+    ------------------------------------------------------------------------------------------------------------------
+    4      wait for v                            store Q, K_end                    A and T on the      A and N below
+                                                 find the next chunk               diagonal            the diagonal
+                                                 load its g, q and tables
+    ------------------------------------------------------------------------------------------------------------------
+    5      v and K_start into registers          store A
+           U, W                                  load the next k
+    ------------------------------------------------------------------------------------------------------------------
+                                                 store W
 
 The record that prepare leaves per (head, slot) is described in record.py.
 """
@@ -161,9 +168,10 @@ class PrepareWY64:
     used where the schedule overlaps the two."""
 
     def __init__(self, variant, schedule, chains_per_group=None, link_time=None):
-        self.cu_dtype, self.overlap, self.wide_gate = variant.cu_seqlens, schedule.overlap, variant.gate_dtype == "fp32"
+        self.cu_dtype, self.overlap = variant.cu_seqlens, schedule.overlap
         # the chain needs neither W nor Q of a sequence's first chunk, which are then not written
         self.starts_from_zero = schedule.starts_from_zero(variant)
+        # the levels' products take all the registers that there are
         self.teams = Teams(schedule.overlap, short_of_registers=variant.needs_levels)
         self.assignment = Assignment(variant, schedule, self.teams, chains_per_group, link_time)
         self.tiles, self.operands, self.decays = Tiles(variant), Operands(variant), Decays(variant)
@@ -285,9 +293,7 @@ class PrepareWY64:
             for task in cutlass.range(worker, args.slots * args.heads, workers, unroll=1):
                 slot = task // args.heads
                 row, head = (args.slot_begin + slot) * CHUNK, task - slot * args.heads
-                sequences.clear_rows(
-                    args.out, row, CHUNK, first, end, args.seq_len, head, args.heads, thread, TEAM_THREADS
-                )
+                sequences.clear_rows(args.out, row, CHUNK, first, end, args.seq_len, head, args.heads, thread, TEAM_THREADS)
 
     # ---- one chunk
     @cute.jit
@@ -296,17 +302,18 @@ class PrepareWY64:
         base = memory.base
         parity = n & 1
         coord = self.teams.coord(memory, n, begun=False)
+        # steps 1 and 2
         at = block_offset(coord.band, coord.half, coord.lane)
         g_tile, q_tile, k_tile = (self.tiles.address(memory, n, tensor) for tensor in (Tensor.G, Tensor.Q, Tensor.K))
         rows_band = rows - 16 * coord.band
-        cute.arch.mbarrier_wait(memory.mbarriers + int(Tensor.G), parity)
+        cute.arch.mbarrier_wait(memory.mbarrier(Tensor.G), parity)
         decays = self.images.sum_decays(base, g_tile, args.gate_scale, rows_band, coord)
-        cute.arch.mbarrier_wait(memory.mbarriers + int(Tensor.Q), parity)
-        cute.arch.mbarrier_wait(memory.mbarriers + int(Tensor.K), parity)
+        cute.arch.mbarrier_wait(memory.mbarrier(Tensor.Q), parity)
+        cute.arch.mbarrier_wait(memory.mbarrier(Tensor.K), parity)
         zero_past_end(q_tile, rows_band, coord)
         zero_past_end(k_tile, rows_band, coord)
         self.images.sum_squares(base, q_tile, k_tile, at, decays, coord)
-        if const_expr(self.wide_gate):
+        if const_expr(self.tiles.wide_gate):
             ptx.fence_proxy_async()  # the reads of g before v, which the copy engine brings into its second tile
         self.teams.sync()
         if coord.warp == 0:
@@ -316,6 +323,7 @@ class PrepareWY64:
                 else:
                     ptx.bulk_wait_read()  # of W, whose tile becomes v's, and of A
             self.loads.load(args, memory, n, Tensor.V)
+        # step 3
         self.decays.write_band_tables(base, self.record(args, memory, n), coord)
         cute.arch.sync_warp()
         coord = self.teams.coord(memory, n)
@@ -327,6 +335,7 @@ class PrepareWY64:
         self.blocks.share_diagonal(base, a, m, coord)
         ptx.fence_proxy_async()
         self.teams.sync()
+        # step 4
         coord = self.teams.coord(memory, coord.n)
         if coord.warp == 0:
             self.store_images_and_load_next(args, memory, coord.n)
@@ -339,7 +348,7 @@ class PrepareWY64:
             if coord.band == b:
                 barrier = self.teams.barrier(TeamBarrier.of_band(b))
                 self.blocks.blocks_below(base, b, barrier, memory.beta(coord.n), coord, q_band, k_band)
-        cute.arch.mbarrier_wait(memory.mbarriers + int(Tensor.V), coord.n & 1)
+        cute.arch.mbarrier_wait(memory.mbarrier(Tensor.V), coord.n & 1)
         v_tile = self.tiles.address(memory, coord.n, Tensor.V)
         zero_past_end(v_tile, memory.info(coord.n, ChunkInfo.ROWS) - 16 * coord.band, coord)
         ptx.fence_proxy_async()
@@ -348,6 +357,7 @@ class PrepareWY64:
             with cute.arch.elect_one():
                 self.store_unless_whole(args, memory, coord.n, A_AT, memory.base + Table.A_IMAGE, A_BYTES)
                 ptx.bulk_commit()
+        # step 5
         self.solve(args, memory, coord)
 
     @cute.jit
@@ -363,7 +373,7 @@ class PrepareWY64:
         with cute.arch.elect_one():
             ptx.bulk_wait_read()
         self.loads.load(args, memory, n + 1, Tensor.G)
-        if const_expr(not self.wide_gate):
+        if const_expr(not self.tiles.wide_gate):
             if const_expr(self.direct.enabled):
                 if self.direct.is_whole(memory, n) == 0:  # whose K_end is still needed
                     self.loads.load(args, memory, n + 1, Tensor.Q)
@@ -382,7 +392,7 @@ class PrepareWY64:
         ptx.fence_proxy_async()  # the reads of v before the next k, which the copy engine brings into its tile
         if coord.warp == 0:
             cute.arch.barrier(barrier_id=self.teams.barrier(TeamBarrier.V_TAKEN), number_of_threads=TEAM_THREADS)
-            self.loads.load(args, memory, n + 1, Tensor.Q if self.wide_gate else Tensor.K)
+            self.loads.load(args, memory, n + 1, Tensor.Q if self.tiles.wide_gate else Tensor.K)
         else:
             cute.arch.barrier_arrive(barrier_id=self.teams.barrier(TeamBarrier.V_TAKEN), number_of_threads=TEAM_THREADS)
         u_at = self.record(args, memory, n) + Int64(U_AT + half * U_BYTES + (band * 32 + lane) * 16)
@@ -406,7 +416,7 @@ class PrepareWY64:
                 ptx.bulk_commit()
                 if const_expr(self.teams.short_of_registers):
                     ptx.sts_b32(memory.header + Header.CHUNK_NUMBER, n + 1)
-            if const_expr(self.wide_gate):
+            if const_expr(self.tiles.wide_gate):
                 with cute.arch.elect_one():
                     ptx.bulk_wait_read()
                 self.loads.load(args, memory, n + 1, Tensor.K)

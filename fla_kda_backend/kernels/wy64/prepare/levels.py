@@ -2,8 +2,8 @@
 
 A block of 16 tokens is halved down to single ones. Rows of the upper and columns of the lower half of a pair of blocks of
 L tokens meet at the boundary between the two: level L, L = 8, 4, 2, 1. Levels 4 to 1 lie inside the two blocks of 8
-tokens on the diagonal ("near" below). Their products are formed for all rows and columns of such a block, with 8 rows of q above
-8 rows of k, and what belongs to another level is thrown away at the end.
+tokens on the diagonal ("near" below). Their products are formed for all rows and columns of such a block, with 8 rows of q
+above 8 rows of k, and what belongs to another level is thrown away at the end.
 
 Where q and k are not normalised, operands carry powers of two (operands.py) and the chain multiplies by `scale`.
 """
@@ -14,8 +14,8 @@ from cutlass import Float32
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64.prepare.fragments import round_to_bf16, zeros4
-from fla_kda_backend.kernels.wy64.prepare.images import norm_factors
-from fla_kda_backend.kernels.wy64.prepare.memory import BAND_BYTES, SQUARES_BYTES, TILE_BYTES, Table
+from fla_kda_backend.kernels.wy64.prepare.images import norm_factors, squares_table
+from fla_kda_backend.kernels.wy64.prepare.memory import BAND_BYTES, SQUARES_BYTES, TILE_BYTES, Table, Tensor
 
 
 def _times(x, factors):
@@ -106,7 +106,7 @@ class Levels:
         if cutlass.const_expr(not self.operands.has_powers):
             group, odd = coord.group, coord.group & 1
             if coord.quad == group >> 1:
-                where = base + Table.SQUARES + (16 * coord.band + 8 * r + group) * 8 + coord.half * 4
+                where = squares_table(base, Tensor.Q) + (16 * coord.band + 8 * r + group) * 8 + coord.half * 4
                 ptx.sts_f32(where, ptx.less_f32(0, odd, squares[1], squares[0]))
                 ptx.sts_f32(where + SQUARES_BYTES, ptx.less_f32(0, odd, products[3], products[2]))
 
@@ -120,8 +120,8 @@ class Levels:
         """Step 3: as `Images.write`."""
         base, operands = memory.base, self.operands
         if not operands.has_powers:
-            norms = [[x * scale for x in norm_factors(base, coord.band, coord.group, 0)],
-                     norm_factors(base, coord.band, coord.group, 1)]  # fmt: skip
+            norms = [[x * scale for x in norm_factors(base, coord.band, coord.group, Tensor.Q)],
+                     norm_factors(base, coord.band, coord.group, Tensor.K)]  # fmt: skip
         powers = None
         upto, behind, *_ = self.decays.level_matrices(coord)
         level8 = zeros4()
@@ -161,27 +161,25 @@ class Levels:
             k = _rows(_times(k[::2], a), _times(k_high, upper))
             q = _rows(q_low, _times(q_high, upper))
             columns = [table_at + kk * 64 + t * 32 for t in range(2)]
-            start, end = (
-                [f for c in columns for f in [ptx.lds_v2_f32(c + t)] * 2] for t in (Table.FROM_START, Table.TO_END)
-            )
+            start, end = ([f for c in columns for f in [ptx.lds_v2_f32(c + t)] * 2] for t in (Table.FROM_START, Table.TO_END))
             ptx.sts_v4_b32(next_at + kk * 512, operands.pack(k_next))
-            ptx.stmatrix_x4(k_at, self._image(_times(k_next, end), powers, 1))
+            ptx.stmatrix_x4(k_at, self._image(Tensor.K, _times(k_next, end), powers))
             k_band.append(operands.pack(k))
-            ptx.stmatrix_x4(g_at, self._image([[-x for x in pair] for pair in _times(k, start)], powers, 1))
+            ptx.stmatrix_x4(g_at, self._image(Tensor.K, [[-x for x in pair] for pair in _times(k, start)], powers))
             q_band.append(operands.pack(q))
             if operands.has_powers:
                 ptx.force_compute(next_at, [ptx.as_f32(w) for w in q_band[kk]])
-            ptx.stmatrix_x4(q_at, self._image(_times(q, start), powers, 0))
+            ptx.stmatrix_x4(q_at, self._image(Tensor.Q, _times(q, start), powers))
             ptx.force_compute(next_at, level8)
         near, level8 = self._finish_sums(memory, level8, scale, coord)
         a, m = ([[*near[0][x], *level8[2 * x : 2 * x + 2]], [Float32(0.0)] * 2 + near[1][x]] for x in range(2))
         return q_band, k_band, a, m
 
-    def _image(self, pairs, powers, tensor):
-        """bf16 words of rows of q (tensor 0) or k (1), free of the powers of two."""
+    def _image(self, tensor, pairs, powers):
+        """bf16 words of rows of q or k, free of the powers of two."""
         words = [ptx.pack_bf16x2(*pair) for pair in pairs]
         if self.operands.has_powers:
-            return self.operands.times_powers(words, [self.operands.twice(w)[tensor] for w in powers])
+            return self.operands.times_powers(words, [self.operands.twice(w)[0 if tensor == Tensor.Q else 1] for w in powers])
         return words
 
     def _finish_sums(self, memory, level8, scale, coord):
@@ -196,8 +194,8 @@ class Levels:
             columns = list(zip(*operands.powers_of_columns(base, band, half, lane)))
             rows = list(operands.powers_of_q_and_k(base, band, half, lane))
         else:
-            columns = [norm_factors(base, band, 2 * coord.quad + e, 1) for e in range(2)]
-            rows = [norm_factors(base, band, coord.group, tensor) for tensor in (0, 1)]
+            columns = [norm_factors(base, band, 2 * coord.quad + e, Tensor.K) for e in range(2)]
+            rows = [norm_factors(base, band, coord.group, tensor) for tensor in (Tensor.Q, Tensor.K)]
             rows[0] = [scale * x for x in rows[0]]
         near = [[[x * rows[t][r] * columns[e][r] for e, x in enumerate(near[r][t])] for t in range(2)] for r in range(2)]
         if operands.has_powers:

@@ -36,7 +36,7 @@ class Loads:
         """Bring rows of the team's chunk number n, whose ChunkInfo is written, into their tile."""
         head = memory.info(n, ChunkInfo.QK_HEAD if tensor in (Tensor.Q, Tensor.K) else ChunkInfo.HEAD)
         token = memory.info(n, ChunkInfo.TOKEN)
-        full = memory.mbarriers + int(tensor)
+        full = memory.mbarrier(tensor)
         tensor_map, coordinates = args.map(tensor), args.coordinates(tensor)
         if memory.info(n, ChunkInfo.ROWS) > 0:
             dtype, layout = self.tiles.dtype(tensor), self.tiles.layout(tensor)
@@ -80,7 +80,7 @@ class Loads:
             x = [self.beta(b) for b in x]
             x = [ptx.less_f32(2 * lane + i, rows, x[i], 0.0) for i in range(2)]
             ptx.sts_v2_f32(memory.beta(n) + lane * 8, *x)
-            if const_expr(self.gate.has_parameters):
+            if const_expr(self.gate.has_tables):
                 rate, bias = self.gate.tables(a_log, bias)
                 ptx.sts_v4_f32(memory.base + Table.BIAS + lane * 16, bias)
                 ptx.sts_f32(memory.base + Table.RATE, rate)

@@ -60,7 +60,7 @@ assert Header.CHUNK_NUMBER == 8 * len(Tensor) and Header.CHUNK_INFO + 2 * CHUNK_
 class Table(IntEnum):
     """Byte offsets from `base` of what stands behind the four tiles. Some places are used twice in the course of a chunk."""
 
-    # per band and channel, fp32 [4 bands][128]
+    # decays, per band and channel, fp32 [4 bands][128]
     BAND_SUM = TILES * TILE_BYTES  # t[b]
     FROM_START = BAND_SUM + 2048  # 2^G at the band's start
     TO_END = FROM_START + 2048  # 2^(G_63 - G at the band's end)
@@ -104,6 +104,10 @@ class TeamMemory:
     tiles: Any  # pointer to bf16, aligned to 1024 bytes
     header: Int32  # address
     base: Int32  # address of the tiles
+
+    def mbarrier(self, tensor):
+        """Pointer to the mbarrier of an input's tile."""
+        return self.mbarriers + int(tensor)
 
     def chunk_info(self, n):
         """Address of the ChunkInfo of the team's chunk number n."""
