@@ -1,17 +1,16 @@
-"""The two launches of a 64-token call on SM90: prepare, then the chain, which begins while prepare drains, or, overlapped,
-as soon as the first records are written.
+"""The two launches of a 64-token call on SM90: prepare, then the chain.
 
-Only the chain is launched with programmatic overlap, and only what touches the workspace waits for prepare. That is
-enough because prepare itself starts after everything before it has finished (the last segment's chain included), and
-because every CTA of the chain has a loader that waits, also where it has no chunk: the chain never ends before prepare.
+The chain begins while prepare drains or, overlapped, as soon as the first records are written. It alone is launched with
+programmatic overlap, and only what touches the workspace waits for prepare. That is enough because prepare itself starts
+after everything before it has finished (the last segment's chain included), and because every CTA of the chain has a
+loader that waits, also where it has no chunk: the chain never ends before prepare.
 
 Overlapped, a loader waits for the flag of each record instead, and for prepare at its end. Every CTA of prepare has cleared
-the flags of its own records before the first CTA of the chain can start, and is on its SM by then, or done: it goes on to
-its end whatever the chain does, so each flag is set. A CTA of the chain takes its tasks one after the other and waits for
-nothing but flags, so it does not matter how many of them find an SM: any one of them comes to its end. Where programmatic
-overlap is off, the chain finds all flags set. A
-cluster of the chain starts where two SMs of one neighbourhood are free, so CTAs of prepare that leave theirs to it leave
-them by clusters, too.
+the flags of its own records before the first CTA of the chain can start. By then it is on its SM, or done, and it goes on to
+its end whatever the chain does; so each flag is set. A CTA of the chain takes its tasks one after the other and waits for
+nothing but flags. So it does not matter how many of them find an SM: any one of them comes to its end. Where programmatic
+overlap is off, the chain finds all flags set. A cluster of the chain starts where two SMs of one GPC are free, so
+CTAs of prepare that leave their SMs to it leave them by clusters, too.
 """
 
 import cutlass.cute as cute
@@ -41,6 +40,4 @@ class WY64:
         *values, stream = arguments
         a = Arguments(*values)
         self.prepare(a, stream)
-        self.chain(a.initial_state, a.final_state, a.out, a.cu_seqlens, a.workspace, a.carry_in, a.carry_out,
-                   a.intermediate_states, a.scale, a.seq_len, a.num_seqs, a.heads, a.slot_begin, a.slot_end,
-                   stream)  # fmt: skip
+        self.chain(a, stream)

@@ -18,7 +18,7 @@ from fla_kda_backend.kernels.wy64.cluster import CTAS, whole_clusters
 from fla_kda_backend.kernels.wy64.prepare.memory import TEAM_THREADS, ChunkInfo
 from fla_kda_backend.kernels.wy64.prepare.teams import TEAMS_PER_SM
 from fla_kda_backend.kernels.wy64.record import CHUNK, LOG2_CHUNK, READY_AT
-from fla_kda_backend.kernels.wy64.tasks import clear_flags, flag_address
+from fla_kda_backend.kernels.wy64.workspace import clear_flags, flag_address
 
 STAGGER = 3000  # ns; the first records are there sooner, and the two teams of an SM come to need different units of it
 

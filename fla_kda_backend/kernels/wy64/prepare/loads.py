@@ -13,7 +13,7 @@ from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64.prepare.gates import BETAS
 from fla_kda_backend.kernels.wy64.prepare.memory import TILE_BYTES, TILES, ChunkInfo, Table, Tensor
 from fla_kda_backend.kernels.wy64.record import CHUNK, HEAD_DIM
-from fla_kda_backend.kernels.wy64.tasks import clear_flags
+from fla_kda_backend.kernels.wy64.workspace import clear_flags
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
