@@ -51,6 +51,11 @@ from fla_kda_backend.kernels.wy64.contract import CLUSTER_CTAS as CTAS
 BOTH = (1 << CTAS) - 1  # multicast mask
 
 
+def whole_clusters(ctas):
+    """The largest number up to `ctas` that makes whole clusters."""
+    return ctas - ctas % CTAS
+
+
 class Cluster:
     """What a CTA does together with the other CTA of its cluster.
 

@@ -18,7 +18,7 @@ MAX_SORTED = 128  # up to so many sequences the longest goes first; more keep th
 
 @dataclass(frozen=True)
 class WorkItem:
-    """A row of chunks of one (sequence, head, value half) that one CTA works through."""
+    """Successive chunks of one (sequence, head, value half) that one CTA works through."""
 
     seq: Int32
     head: Int32

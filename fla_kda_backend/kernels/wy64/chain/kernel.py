@@ -43,7 +43,7 @@ from fla_kda_backend.kernels.wy64.chain.links import ChainWarps
 from fla_kda_backend.kernels.wy64.chain.loaders import ChainLoader, OutputLoader
 from fla_kda_backend.kernels.wy64.chain.shared import A_COLUMN, QK_BYTES, SMEM_BYTES, Shared
 from fla_kda_backend.kernels.wy64.chain.writer import Writers
-from fla_kda_backend.kernels.wy64.cluster import CTAS, Cluster
+from fla_kda_backend.kernels.wy64.cluster import CTAS, Cluster, whole_clusters
 from fla_kda_backend.kernels.wy64.states import image_bytes
 from fla_kda_backend.kernels.wy64.tasks import Tasks
 from fla_kda_backend.kernels.wy64.workspace import Workspace
@@ -71,7 +71,7 @@ class ChainWY64:
 
     def __init__(self, variant, schedule):
         self.variant, self.schedule = variant, schedule
-        self.max_ctas = schedule.max_ctas // CTAS * CTAS  # CTAs to spread the tasks over, in whole clusters
+        self.max_ctas = whole_clusters(schedule.max_ctas)  # CTAs to spread the tasks over
         # the image of an initial state does not reach the zeros of A
         assert image_bytes(variant.initial_state, variant.state_v_first) <= QK_BYTES + A_COLUMN
 

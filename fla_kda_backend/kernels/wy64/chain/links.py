@@ -48,16 +48,16 @@ class ChainWarps:
     def __init__(self, cta, tid, warp):
         variant, schedule = cta.variant, cta.schedule
         self.initial, self.final, self.v_first = variant.initial_state, variant.final_state, variant.state_v_first
-        self.segmented, self.overlap = schedule.segmented, schedule.overlap
+        self.segmented = schedule.segmented
         self.zero_start = schedule.starts_from_zero(variant)  # every item begins with the state zero of a sequence
         self.resumes = schedule.segmented or schedule.replay  # an item may begin inside a sequence
-        self.args, self.workspace = cta.args, cta.workspace
-        self.shared, self.tasks, self.cluster = cta.shared, cta.tasks, cta.cluster
+        self.args, self.shared, self.tasks, self.cluster = cta.args, cta.shared, cta.tasks, cta.cluster
         self.fragments = Fragments(tid, warp, cta.shared, None if variant.l2norm else cta.args.scale)
         self.states = IntermediateStates(variant, cta.args, self.fragments)
 
     @cute.jit
     def run(self):
+        """All items of the CTA, one after the other; positions in the rings go on from item to item."""
         counted = (Int32(0), Int32(0))
         self.fragments.acc_o.fill(0.0)
         at = Positions(

@@ -108,6 +108,10 @@ class ReplayOutputLoader(OutputLoader):
 class ReplayChainWarps(ChainWarps):
     """Checkpoints as the states between items, and the spine's links."""
 
+    def __init__(self, cta, tid, warp):
+        super().__init__(cta, tid, warp)
+        self.overlap, self.workspace = cta.schedule.overlap, cta.workspace
+
     @cute.jit
     def resume(self, item):
         """The state at the beginning of a stretch, once its flag is set."""
@@ -219,6 +223,10 @@ class ReplayChainWarps(ChainWarps):
 
 class ReplayWriters(Writers):
     """The writers of a spine CTA first set flags, then write O: its chain warps make outputs after all checkpoints."""
+
+    def __init__(self, cta, thread):
+        super().__init__(cta, thread)
+        self.overlap, self.workspace = cta.schedule.overlap, cta.workspace
 
     @cute.jit
     def publish_checkpoints(self):

@@ -18,8 +18,7 @@ class Writers:
     """
 
     def __init__(self, cta, thread):
-        self.overlap, self.args, self.workspace = cta.schedule.overlap, cta.args, cta.workspace
-        self.shared, self.tasks, self.thread = cta.shared, cta.tasks, thread
+        self.args, self.shared, self.tasks, self.thread = cta.args, cta.shared, cta.tasks, thread
 
     def run(self):
         self.publish_checkpoints()
