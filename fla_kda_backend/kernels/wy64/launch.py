@@ -13,8 +13,6 @@ overlap is off, the chain finds all flags set. A cluster of the chain starts whe
 CTAs of prepare that leave their SMs to it leave them by clusters, too.
 """
 
-from types import SimpleNamespace
-
 import cutlass.cute as cute
 
 from fla_kda_backend.kernels.wy64.chain.kernel import ChainWY64
@@ -31,12 +29,7 @@ class WY64:
 
     def __init__(self, variant, schedule):
         self.chain = (ChainReplayWY64 if schedule.replay else ChainWY64)(variant, schedule)
-        beside = None
-        if schedule.overlap:
-            beside = SimpleNamespace(
-                at_once=self.chain.chains_per_group, link_time=self.chain.link_time, max_ctas=self.chain.max_ctas
-            )
-        self.prepare = PrepareWY64(variant, schedule, beside)
+        self.prepare = PrepareWY64(variant, schedule, self.chain.chains_per_group, self.chain.link_time)
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""
@@ -46,8 +39,5 @@ class WY64:
     def __call__(self, *arguments):
         *values, stream = arguments
         a = Arguments(*values)
-        self.prepare(a.q, a.k, a.v, a.g, a.beta, a.a_log, a.dt_bias, a.final_state, a.out, a.cu_seqlens, a.workspace,
-                     a.q_token, a.q_head, a.k_token, a.k_head, a.v_token, a.v_head, a.g_token, a.g_head, a.beta_token,
-                     a.beta_head, a.scale, a.gate_scale, a.seq_len, a.num_seqs, a.qk_heads, a.heads, a.slot_begin,
-                     a.slot_end, stream)  # fmt: skip
+        self.prepare(a, stream)
         self.chain(a, stream)

@@ -12,7 +12,6 @@ from cutlass import Boolean, Int32, const_expr
 
 from fla_kda_backend.kernels import sequences
 from fla_kda_backend.kernels.wy64.record import CHUNK, LOG2_CHUNK
-from fla_kda_backend.kernels.wy64.workspace import clear_flags, flag_address  # noqa: F401 - for prepare
 
 MAX_SORTED = 128  # up to so many sequences the longest goes first; more keep their order
 

@@ -77,7 +77,7 @@ class ChainWY64:
 
     def chains_per_group(self, chains):
         """How many of so many chains, of two tasks each, run at once beside an overlapped prepare; see groups.py."""
-        return groups.chains_at_once(chains, self.max_ctas, cutlass.max)
+        return groups.chains_per_group(chains, self.max_ctas, cutlass.max)
 
     def grid(self, tasks):
         """CTAs for so many tasks."""
