@@ -9,7 +9,8 @@ HERE = Path(__file__).parent
 def version() -> str:
     # Read, not imported: the build environment has none of the dependencies.
     source = (HERE / "fla_kda_backend" / "__init__.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE).group(1)
+    (found,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    return found
 
 
 setup(
@@ -22,6 +23,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["fla_kda_backend", "fla_kda_backend.*"]),
+    package_data={"fla_kda_backend": ["py.typed"]},
     install_requires=[
         "torch>=2.7",
         "triton>=3.3",
@@ -31,7 +33,7 @@ setup(
     ],
     extras_require={
         "test": ["pytest", "hypothesis", "numpy", "ruff", "setuptools", "wheel"],
-        "bench": ["rich", "matplotlib"],
+        "dev": ["mypy", "ruff", "pre-commit"],
     },
     entry_points={
         "torch.backends": ["fla_kda_backend = fla_kda_backend._autoload:register"],

@@ -33,7 +33,7 @@ class Verdict:
         self.accepted, code, message = self.decision = decision
         self.plan = plan if self.accepted else None
         outcome = dispatch_log.ACCEPTED if self.accepted else dispatch_log.DECLINED
-        self.log = dispatch_log.prepare(outcome, code, message, call, self.plan)
+        self.log = dispatch_log.entry(outcome, code, message, call, self.plan)
         self.old_alias = call.transpose_state_layout is not ABSENT
         place = {name: number for number, name in enumerate((*POSITIONAL[: len(args)], *kwargs))}
         self.tensors = itemgetter(*(place.get(name, -1) for name in TENSORS))  # of the call's values and a last None
