@@ -89,7 +89,7 @@ class Record(NamedTuple):
 class Count(NamedTuple):
     """How often one distinct decision was taken."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple has a method of this name
     outcome: str
     code: str
     message: str
@@ -241,7 +241,7 @@ def _content(outcome: str, code: str, message: str, call: "Call", plan: Any) -> 
         call.chunk_size,
         call.use_graph,
     )
-    shapes = tuple([getattr(x, "shape", None) for x in tensors])
+    shapes: tuple[Any, ...] = tuple([getattr(x, "shape", None) for x in tensors])
     if not PLAIN.issuperset(map(type, arguments)):  # for example a tensor, which a record must not keep alive
         arguments = tuple([x if type(x) in PLAIN else type(x).__name__ for x in arguments])
     if shapes[CU_SEQLENS]:

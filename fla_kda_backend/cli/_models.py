@@ -22,13 +22,13 @@ def config(name: str, layers: int = 4, heads: int = 16, hidden: int = 2048, **ot
     """The KDAConfig of one of MODELS; `others` are more arguments of KDAConfig, and the rest have FLA's defaults."""
     from fla.models import KDAConfig
 
-    own: dict[str, Any] = {
+    changes: dict[str, dict[str, Any]] = {
         "kda": {},
         "kda-safe": {"safe_gate": True, "lower_bound": -5.0},
         "gva": {"num_v_heads": 2 * heads},
         "hybrid": {"attn": {"layers": list(range(layers))[2::4], "num_heads": hidden // 128}},
-    }[name]
-    return KDAConfig(num_hidden_layers=layers, num_heads=heads, hidden_size=hidden, **own, **others)
+    }
+    return KDAConfig(num_hidden_layers=layers, num_heads=heads, hidden_size=hidden, **changes[name], **others)
 
 
 def build(config: Any, device: "torch.device | str", seed: int = 0) -> Any:
@@ -126,10 +126,9 @@ def causal_attention(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", **
 
     queries, keys = q.shape[1], k.shape[1]
     seen = None if queries == keys else torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, is_causal=seen is None, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True).transpose(1, 2)
 
 
 def packed_attention(

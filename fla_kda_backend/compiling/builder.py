@@ -51,13 +51,8 @@ def build(spec: KernelSpec, keep: bool = True) -> Artifact:
             if keep:
                 options += f" --keep-ptx --keep-cubin --dump-dir {folder}"
             function = cute.compile(kernel, *placeholders, make_fake_stream(), options=options)
-            artifacts = function.artifacts if keep else None
-            return Artifact(
-                function,
-                artifacts.CUBIN if keep else None,
-                artifacts.PTX if keep else None,
-                kernel.smem_bytes(),
-            )
+            cubin, ptx = (function.artifacts.CUBIN, function.artifacts.PTX) if keep else (None, None)
+            return Artifact(function, cubin, ptx, kernel.smem_bytes())
 
 
 def link(function: Any) -> tuple[bytes, str]:

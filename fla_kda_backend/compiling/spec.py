@@ -59,7 +59,7 @@ class KernelSpec:
     @functools.cached_property
     def options(self) -> tuple[tuple[str, Any], ...]:
         """(name, value) of the fields of variant and schedule that differ from their defaults, sorted by name."""
-        found = {}
+        found: dict[str, Any] = {}
         for part in (self.variant, self.schedule):
             found |= {f.name: value for f in fields(part) if (value := getattr(part, f.name)) != f.default}
         return tuple(sorted(found.items()))
