@@ -71,7 +71,7 @@ class KernelSpec:
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options)
-        return f"{self.family} ({options}) for {self.arch}"
+        return f"{self.family} ({options or 'all defaults'}) for {self.arch}"
 
     @property
     def key(self) -> str:
