@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    import torch
-
     from ..compiling import KernelSpec
 
 # (number of sequences, tokens of each): one long prompt, several, a large batch, and prompts of one chunk. With any number of
