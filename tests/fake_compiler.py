@@ -1,4 +1,4 @@
-"""Fixtures for a process without compiled kernels: a cache directory of its own, a compiler and a loader that do nothing real."""
+"""Fixtures for a process without compiled kernels: a cache directory of its own, a compiler and a loader that do nothing."""
 
 import sys
 import types
