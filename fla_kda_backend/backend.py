@@ -9,15 +9,20 @@ import logging
 import threading
 import warnings
 from operator import is_, itemgetter
+from typing import Any
 
 from fla.backends import BaseBackend
 
-from . import config, dispatch_log, eligibility, facts, memo, planning, selfcheck
+from . import config, dispatch_log, eligibility, facts, geometry, memo, planning, selfcheck
 from .call import ABSENT, DEVICE_INPUTS, POSITIONAL, Call, parse
+from .compiling.spec import ARCHS
+from .eligibility import Decision
+from .geometry import Geometry
+from .planning import Plan
 
 logger = logging.getLogger("fla_kda_backend")
 
-_warned = set()
+_warned: set[str] = set()
 
 
 class StrictModeError(RuntimeError):
@@ -27,17 +32,26 @@ class StrictModeError(RuntimeError):
 class Verdict:
     """What is decided about a call, and about every other call that memo cannot tell from it. Holds no tensor."""
 
-    __slots__ = ("decision", "accepted", "plan", "log", "old_alias", "tensors", "launch")
+    __slots__ = ("decision", "accepted", "geometry", "log", "old_alias", "tensors", "launch")
 
-    def __init__(self, decision, plan, call, args, kwargs):
+    def __init__(
+        self,
+        decision: Decision,
+        plan: Plan | None,
+        geometry: Geometry | None,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """plan and geometry are those of an accepted call."""
         self.accepted, code, message = self.decision = decision
-        self.plan = plan if self.accepted else None
+        self.geometry = geometry
         outcome = dispatch_log.ACCEPTED if self.accepted else dispatch_log.DECLINED
-        self.log = dispatch_log.prepare(outcome, code, message, call, self.plan)
+        self.log = dispatch_log.entry(outcome, code, message, call, plan if self.accepted else None)
         self.old_alias = call.transpose_state_layout is not ABSENT
-        place = {name: number for number, name in enumerate((*POSITIONAL[: len(args)], *kwargs))}
-        self.tensors = itemgetter(*(place.get(name, -1) for name in TENSORS))  # of the call's values and a last None
-        self.launch = None  # op's, once a call was accepted and is to run
+        index = {name: number for number, name in enumerate((*POSITIONAL[: len(args)], *kwargs))}
+        self.tensors = itemgetter(*(index.get(name, -1) for name in TENSORS))  # of the call's values and a last None
+        self.launch = None  # op's, once an accepted call is to run
 
 
 TENSORS = (*DEVICE_INPUTS, "cu_seqlens_cpu")  # as op takes them
@@ -50,11 +64,11 @@ class KdaCuteBackend(BaseBackend):
     env_var = config.ENABLED.name
     priority = 1  # lower is asked first; FlashKDA has 3
 
-    def is_enabled(self):
+    def is_enabled(self) -> bool:
         """By FLA's rule, which would look the one variable up twice, slowly."""
         return config.ENABLED.get()
 
-    def verify(self, function_name, *args, **kwargs):
+    def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         """By FLA's rule, which would look the verifier up by name and hand it the arguments once more."""
         try:
             names, values = identity(args, kwargs)
@@ -68,10 +82,10 @@ class KdaCuteBackend(BaseBackend):
         except Exception as error:
             return False, str(error)
 
-    def chunk_kda_verifier(self, *args, **kwargs):
+    def chunk_kda_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         return self.verify("chunk_kda", *args, **kwargs)
 
-    def chunk_kda(self, *args, **kwargs):
+    def chunk_kda(self, *args: Any, **kwargs: Any) -> Any:
         names, values = identity(args, kwargs)
         verdict = handoff.take(names, values) or decide(args, kwargs, names, values)
         if not verdict.accepted:
@@ -86,12 +100,12 @@ class KdaCuteBackend(BaseBackend):
         try:
             launch = verdict.launch
             if launch is None:
-                launch = verdict.launch = prepare(parse(args, kwargs), verdict.plan)
+                launch = verdict.launch = bind(verdict.geometry)
             values.append(None)
             result = launch(*verdict.tensors(values))
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            dispatch_log.record(dispatch_log.FAILED, "exception", cause, parse(args, kwargs), verdict.plan)
+            verdict.log.instead(dispatch_log.FAILED, "exception", cause).record()
             if config.STRICT.get():
                 raise
             warn_once(cause, error)
@@ -102,12 +116,12 @@ class KdaCuteBackend(BaseBackend):
         return fla_implementation()(*args, **kwargs)
 
 
-def identity(args, kwargs):
+def identity(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """(names, values) of a call's arguments; names begins with the number of those that have none."""
     return [len(args), *kwargs], [*args, *kwargs.values()]
 
 
-def decide(args, kwargs, names, values):
+def decide(args: Any, kwargs: Any, names: list[Any], values: list[Any]) -> Verdict:
     """The Verdict on chunk_kda(*args, **kwargs). Never raises: what goes wrong here declines the call."""
     verdict = memo.recent(names, values)
     if verdict is not None:
@@ -123,72 +137,72 @@ def decide(args, kwargs, names, values):
     return verdict
 
 
-def decide_anew(args, kwargs):
-    call, plan = Call(), None
+def decide_anew(args: Any, kwargs: Any) -> Verdict:
+    call, plan, sizes = Call(), None, None
     try:
         call = parse(args, kwargs)
         known = facts.gather(call)
         decision = eligibility.check(call, known)
         if decision.accepted:
-            decision, plan = consider(call, known)
+            plan = planning.plan(call, known)
+            sizes = geometry.geometry(call, plan, ARCHS[known.capability])
+            decision = consider(call, plan, sizes, known)
     except Exception as error:
         message = f"the rules failed: {type(error).__name__}: {error}"
         warn_once(message, error)
-        decision = eligibility.Decision(False, "internal_error", message)
-    return Verdict(decision, plan, call, args, kwargs)
+        decision = Decision(False, "internal_error", message)
+    return Verdict(decision, plan, sizes, call, args, kwargs)
 
 
-def consider(call, known):
-    """(Decision, Plan or None) on a call that every rule accepts: whether its kernels are ready, and right on this GPU."""
-    plan = planning.plan(call, known)
+def consider(call: Call, plan: Plan, sizes: Geometry, known: facts.Facts) -> Decision:
+    """The Decision on a call that every rule accepts: whether its kernels are ready, and right on this GPU."""
     if config.COMPILE.get() == "background" and not config.STRICT.get():
-        message = unready(call, plan, known)
+        message = unready(plan, sizes, known)
         if message is not None:
-            return eligibility.Decision(False, COMPILING, message), None
+            return Decision(False, COMPILING, message)
     decision = eligibility.ACCEPTED
     if known.capability in eligibility.COMPILED_ONLY:
         decision = selfcheck.decision(call.q.device, plan, known, run, fla_implementation())
     if decision.accepted and plan.reason:
         decision = decision._replace(message=plan.reason)
-    return decision, plan
+    return decision
 
 
-def unready(call, plan, known):
-    """Which kernel is still to be compiled before this call can run, in a sentence, or None. Whatever is, is begun."""
-    from .compiling import ARCHS, background
-    from .geometry import geometry
+def unready(plan: Plan, sizes: Geometry, known: facts.Facts) -> str | None:
+    """Which kernel is still to be compiled before a call can run, in a sentence, or None. Whatever is, is begun."""
+    from .compiling import background
 
-    arch = ARCHS[known.capability]
-    needed = [geometry(call, plan, arch).spec]
+    needed = [sizes.spec]
     if known.capability in eligibility.COMPILED_ONLY:
         gate, mode = selfcheck.kind(plan)
         checked = parse((), selfcheck.case("meta", gate=gate))
-        needed.append(geometry(checked, planning.plan(checked, known._replace(mode=mode)), arch).spec)
+        its_plan = planning.plan(checked, known._replace(mode=mode))
+        needed.append(geometry.geometry(checked, its_plan, ARCHS[known.capability]).spec)
     waiting = [spec for spec in needed if spec is not None and not background.ready(spec)]
     return f"compiling {waiting[0]} in the background" if waiting else None
 
 
-def run(call, plan):
+def run(call: Call, plan: Plan) -> Any:
     from .op import run
 
     return run(call, plan)
 
 
-def prepare(call, plan):
+def bind(sizes: Any) -> Any:
     # Here for the first time something reaches the kernels and their compiler.
-    from .op import prepare
+    from .op import Launch
 
-    return prepare(call, plan)
+    return Launch(sizes)
 
 
-def fla_implementation():
+def fla_implementation() -> Any:
     """FLA's own chunk_kda, without its dispatch."""
     from fla.ops.kda import chunk_kda
 
     return inspect.unwrap(chunk_kda)
 
 
-def warn_once(cause, error):
+def warn_once(cause: str, error: Exception) -> None:
     if cause not in _warned and len(_warned) < dispatch_log.MAX_DISTINCT:
         _warned.add(cause)
         logger.warning("kda_cute leaves a call to FLA: %s", cause, exc_info=error)
@@ -197,12 +211,12 @@ def warn_once(cause, error):
 class Handoff(threading.local):
     """Carries a verdict from the verifier to the implementation, which FLA calls next with the same arguments."""
 
-    waiting = None
+    waiting: Any = None
 
-    def put(self, names, values, verdict):
+    def put(self, names: list[Any], values: list[Any], verdict: Verdict) -> None:
         self.waiting = names, values, verdict
 
-    def take(self, names, values):
+    def take(self, names: list[Any], values: list[Any]) -> Verdict | None:
         """The verdict on exactly these arguments, or None; it is given once, so no tensor outlives its call."""
         waiting = self.waiting
         if waiting is None:

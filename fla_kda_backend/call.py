@@ -13,12 +13,12 @@ FLAG_TYPES = frozenset((bool, int, type(None)))
 class Call:
     """The arguments of one chunk_kda call under FLA's names and defaults, scale and the layout's old alias resolved."""
 
-    q: torch.Tensor = None  # [B, T, H, K]
-    k: torch.Tensor = None  # [B, T, H, K]
-    v: torch.Tensor = None  # [B, T, HV, V]
-    g: torch.Tensor = None  # [B, T, HV, K]
-    beta: torch.Tensor = None  # [B, T, HV]
-    scale: float | None = None
+    q: Any = None  # torch.Tensor [B, T, H, K]
+    k: Any = None  # torch.Tensor [B, T, H, K]
+    v: Any = None  # torch.Tensor [B, T, HV, V]
+    g: Any = None  # torch.Tensor [B, T, HV, K]
+    beta: Any = None  # torch.Tensor [B, T, HV]
+    scale: Any = None  # float, or None for K ** -0.5
     initial_state: torch.Tensor | None = None  # [N, HV, V, K] with state_v_first, else [N, HV, K, V]
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
@@ -26,7 +26,7 @@ class Call:
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
     safe_gate: bool = False
-    lower_bound: float | None = None
+    lower_bound: Any = None  # float, or None
     disable_recompute: bool = False
     return_intermediate_states: bool = False
     state_v_first: bool = False
@@ -44,27 +44,27 @@ class Call:
     given: list | None = field(default=None, kw_only=True, repr=False)  # what `inputs` returns, once it was asked for
 
     @property
-    def tokens(self):
+    def tokens(self) -> int:
         """B * T."""
         return self.q.shape[0] * self.q.shape[1]
 
     @property
-    def qk_heads(self):
+    def qk_heads(self) -> int:
         """H, of q and k."""
         return self.q.shape[2]
 
     @property
-    def heads(self):
+    def heads(self) -> int:
         """HV, of v, g, beta and the states; value head h uses head h // (HV / H) of q and k."""
         return self.v.shape[2]
 
     @property
-    def num_sequences(self):
+    def num_sequences(self) -> int:
         """N: B, or one less than the length of cu_seqlens."""
         return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
-    def inputs(self):
+    def inputs(self) -> list[tuple[str, Any]]:
         """(name, value) of everything that was given and that the kernels would read on the device.
 
         Without the gate in the kernel FLA drops A_log and dt_bias unseen: they may be anything, and one that requires grad
@@ -86,9 +86,9 @@ DEVICE_INPUTS = (*REQUIRED, "initial_state", "cu_seqlens", "A_log", "dt_bias")  
 _KNOWN = frozenset(PARAMETERS)
 
 
-def parse(args, kwargs):
+def parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The Call that chunk_kda(*args, **kwargs) is; never raises for what a caller can pass."""
-    unknown = ()
+    unknown: tuple[str, ...] = ()
     if not _KNOWN.issuperset(kwargs):
         unknown = tuple(name for name in kwargs if name not in _KNOWN)
         kwargs = {name: value for name, value in kwargs.items() if name in _KNOWN}

@@ -1,6 +1,6 @@
-"""Every environment variable, in one table, read at each call; a bad value is warned of once and the default holds.
+"""Every environment variable, in one table, read at each call. A bad value is warned of once, and the default holds.
 
-FLA_KDA_CUTE itself is read by FLA, by FLA's rules; it is here so that the table is whole.
+FLA reads FLA_KDA_CUTE itself, by its own rules; it is here so that the table is whole.
 """
 
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger("fla_kda_backend")
 
 SWITCH = {"1": True, "0": False}
 
-_warned = set()
+_warned: set[tuple[str, str]] = set()  # (variable, value)
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,25 @@ class Variable:
     choices: dict[str, Any] | None
     default: str | None
     doc: str
-    key: Any = field(init=False, repr=False, compare=False)  # its name as os.environ keeps it
+    key: Any = field(init=False, repr=False, compare=False)  # the name as os.environ keeps it
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "key", getattr(os.environ, "encodekey", str)(self.name))
 
-    def raw(self):
-        """What the environment holds now, None where nothing; undecoded where possible, so good to compare only.
+    def raw(self) -> bytes | str | None:
+        """What the environment holds now, None where it is not set. Not decoded where possible, so only good to compare.
 
-        os.environ itself encodes the name at each look-up, and raises inside where it is not set: 25 times as slow.
+        os.environ's own look-up encodes the name each time, and raises and catches an exception where it is not set: that
+        takes 25 times as long.
         """
-        environ = os.environ
+        environ: Any = os.environ
         try:
             return environ._data.get(self.key)
-        except AttributeError:  # a mapping of somebody's own, or of another Python
+        except AttributeError:  # a mapping that somebody put in its place, or that of another Python
             return environ.get(self.name)
 
-    def get(self):
-        """The value in force now: of the environment if set, not empty and accepted, otherwise the default's."""
+    def get(self) -> Any:
+        """The value in force now: the environment's if it is set, not empty and accepted, otherwise the default."""
         raw = self.raw()
         if raw is not None:
             raw = os.fsdecode(raw)
@@ -51,17 +52,19 @@ class Variable:
             return self.choices[raw]
         if raw:
             self._warn(raw)
-        return self.choices[self.default]
+        return None if self.default is None else self.choices[self.default]
 
     @property
-    def values(self):
+    def values(self) -> str:
+        """What it can be set to, in words."""
         return "text" if self.choices is None else ", ".join(self.choices)
 
     @property
-    def expected(self):
+    def expected(self) -> str:
+        """The same as part of a sentence."""
         return f"one of {self.values}"
 
-    def _warn(self, raw):
+    def _warn(self, raw: str) -> None:
         if (self.name, raw) not in _warned:
             _warned.add((self.name, raw))
             logger.warning("%s=%r is not %s; %r holds", self.name, raw, self.expected, self.default)
@@ -70,22 +73,28 @@ class Variable:
 class FlaSwitch(Variable):
     """A variable that FLA reads: any value but 0 is on."""
 
-    def get(self):
-        raw = self.raw()  # bytes, mostly, which need no decoding to be compared
+    def get(self) -> bool:
+        raw = self.raw()  # usually bytes, which need no decoding to be compared
         return (self.default if raw is None else raw) != (b"0" if type(raw) is bytes else "0")
 
 
 class Count(Variable):
-    """A variable that holds a whole number, 0 included."""
+    """A variable that holds a whole number, 0 included; it has a default."""
 
-    def get(self):
+    def get(self) -> int:
         raw = os.fsdecode(self.raw() or b"")
         if raw and not (raw.isascii() and raw.isdigit()):
             self._warn(raw)
             raw = ""
-        return int(raw or self.default)
+        return int(raw or self.default or 0)
 
-    values = expected = "a whole number"
+    @property
+    def values(self) -> str:
+        return "a whole number"
+
+    @property
+    def expected(self) -> str:
+        return self.values
 
 
 ENABLED = FlaSwitch(
@@ -148,8 +157,8 @@ COMPILE = Variable(
 VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, COMPILE)
 
 
-def cache_dir():
-    """Path of the directory of compiled kernels, which need not exist; None: nothing is kept."""
+def cache_dir() -> Path | None:
+    """The directory of compiled kernels, which need not exist; None: nothing is kept."""
     chosen = CACHE_DIR.get()
     if chosen == "off":
         return None

@@ -1,8 +1,8 @@
 """Which calls of chunk_kda ran on these kernels, and why others did not.
 
-One record for each call that FLA asked about. They are kept in a ring of the last RING_SIZE, counted by distinct
-decision, handed to the logger `fla_kda_backend` (a distinct decision once at INFO, its repeats at DEBUG), and appended
-to the file that FLA_KDA_CUTE_LOG names. A call replayed from a CUDA graph is not a call and leaves no record.
+There is one log record per call that FLA asks about. The last RING_SIZE are kept. All are counted by distinct decision, handed
+to the logger `fla_kda_backend` (a distinct decision at INFO the first time, then at DEBUG), and appended to the file that
+FLA_KDA_CUTE_LOG names. The replay of a CUDA graph is no call of chunk_kda and leaves no record.
 
     with dispatch_log.capture() as seen:
         model(tokens)
@@ -15,19 +15,23 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import config
+
+if TYPE_CHECKING:  # it imports torch
+    from .call import Call
 
 logger = logging.getLogger("fla_kda_backend")
 
 RING_SIZE = 1024
-MAX_DISTINCT = 1024  # decisions counted apart; messages hold values, so their number has no bound of its own
+MAX_DISTINCT = 1024  # decisions counted apart; messages hold values, so there may be any number of distinct ones
 
 ACCEPTED = "accepted"  # ran on these kernels
 DECLINED = "declined"  # FLA went on to its next backend, or raised its own error
-FAILED = "failed"  # accepted, but raised here; FLA's own implementation ran, or in strict mode nothing
+FAILED = "failed"  # accepted, but raised here; then FLA's own implementation ran, or in strict mode nothing
 
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")
 Q, CU_SEQLENS = TENSORS.index("q"), TENSORS.index("cu_seqlens")
@@ -49,22 +53,22 @@ ARGUMENTS = (
 
 
 class Record(NamedTuple):
-    """One decision. Holds no tensor."""
+    """One decision on one call. Holds no tensor."""
 
     time: float  # seconds since the epoch
     outcome: str  # ACCEPTED, DECLINED or FAILED
     code: str  # of the rule that decided
     message: str
     kernel: str | None
-    params: tuple[tuple[str, Any], ...]  # of the kernel: inverse, value columns per CTA, grid
+    params: tuple[tuple[str, Any], ...]  # the plan's: schedule, what the variant changes, grid
     num_sequences: int | None
     device: Any  # of q, a torch.device
-    shapes: tuple  # of TENSORS, None for one not given
-    dtypes: tuple  # of TENSORS
-    arguments: tuple  # the values of ARGUMENTS
+    shapes: tuple[Any, ...]  # of TENSORS, None where one is not given
+    dtypes: tuple[Any, ...]  # of TENSORS
+    arguments: tuple[Any, ...]  # the values of ARGUMENTS
 
-    def to_dict(self):
-        """The record as JSON can hold it, tensors and arguments by name, those not given left out."""
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON can hold it. Tensors and arguments are by name, without tensors that are not given."""
         present = [i for i, shape in enumerate(self.shapes) if shape is not None]
         return {
             "time": self.time,
@@ -85,7 +89,7 @@ class Record(NamedTuple):
 class Count(NamedTuple):
     """How often one distinct decision was taken."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple has a method of this name
     outcome: str
     code: str
     message: str
@@ -94,15 +98,15 @@ class Count(NamedTuple):
 
 
 _lock = threading.Lock()
-_ring: deque[tuple[float, tuple]] = deque(maxlen=RING_SIZE)  # a Record's time, and the rest of it; made when asked for
-_counts: dict[tuple, list[int]] = {}  # a new dict after clear(): counters that a Prepared holds are then void
-_captures: tuple[list, ...] = ()
+_ring: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=RING_SIZE)  # a Record's time, and its other fields
+_counts: dict[tuple[Any, ...], list[int]] = {}  # decision -> [how often]; clear() makes a new dict, so old counters are void
+_captures: tuple[list[Record], ...] = ()
 _file: tuple[str, int] | None = None  # path and descriptor of the file that lines go to
 _unwritable: set[str] = set()
 
 
-def _after_fork():
-    # Another thread of the parent may have held it.
+def _after_fork() -> None:
+    # Another thread of the parent may have held the lock.
     global _lock
     _lock = threading.Lock()
 
@@ -110,32 +114,36 @@ def _after_fork():
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def record(outcome, code, message, call, plan=None):
-    """Take down one decision on a parsed call; plan is the kernel's, where one was chosen. Never raises."""
-    prepare(outcome, code, message, call, plan).record()
+def record(outcome: str, code: str, message: str, call: "Call", plan: Any = None) -> None:
+    """Record one decision on a parsed call; plan is the Plan, where there is one. Never raises."""
+    entry(outcome, code, message, call, plan).record()
 
 
-def prepare(outcome, code, message, call, plan=None):
-    """The Prepared decision on a parsed call. Never raises."""
+def entry(outcome: str, code: str, message: str, call: "Call", plan: Any = None) -> "Entry":
+    """The Entry of a decision on a parsed call. Never raises."""
     try:
-        return Prepared(_content(outcome, code, message, call, plan))
+        return Entry(_content(outcome, code, message, call, plan))
     except Exception as error:
         logger.debug("a decision could not be logged: %r", error)
-        return Prepared(None)
+        return Entry(None)
 
 
-class Prepared:
-    """A decision that may be taken again, with everything but the time of its records. Holds no tensor."""
+class Entry:
+    """A decision that many calls may meet: every field of their records but the time. Holds no tensor."""
 
     __slots__ = ("content", "counter", "counters")
 
-    def __init__(self, content):
-        self.content = content  # a Record after its time; None: nothing is recorded
-        self.counters = None  # the _counts that `counter` is from
-        self.counter = None
+    def __init__(self, content: tuple[Any, ...] | None) -> None:
+        self.content = content  # a Record's fields after the time; None: nothing is recorded
+        self.counters: dict[tuple[Any, ...], list[int]] | None = None  # the _counts that `counter` is from
+        self.counter: list[int] = [0]
 
-    def record(self):
-        """Take the decision down once more. Never raises."""
+    def instead(self, outcome: str, code: str, message: str) -> "Entry":
+        """The Entry of another decision on the same call."""
+        return Entry(None if self.content is None else (outcome, code, message, *self.content[3:]))
+
+    def record(self) -> None:
+        """Record the decision on one more call. Never raises."""
         content = self.content
         if content is None:
             return
@@ -158,22 +166,22 @@ class Prepared:
             logger.debug("a decision could not be logged: %r", error)
 
 
-def records():
+def records() -> list[Record]:
     """The last RING_SIZE records, oldest first."""
     with _lock:
-        entries = list(_ring)
-    return [Record(now, *content) for now, content in entries]
+        kept = list(_ring)
+    return [Record(now, *content) for now, content in kept]
 
 
-def summary():
-    """A Count for each distinct decision since the start or the last clear(), most frequent first."""
+def summary() -> list[Count]:
+    """A Count per distinct decision since the start or the last clear(), the most frequent first."""
     with _lock:
         counts = [Count(counter[0], *decision) for decision, counter in _counts.items()]
     return sorted(counts, key=lambda row: -row.count)
 
 
-def clear():
-    """Forget records and counts. The file, and captures in progress, keep theirs."""
+def clear() -> None:
+    """Forget records and counts. The file and open captures keep theirs."""
     global _counts
     with _lock:
         _ring.clear()
@@ -181,10 +189,10 @@ def clear():
 
 
 @contextmanager
-def capture():
-    """Collects the records of all threads while it is open, without bound, into the list that it gives."""
+def capture() -> Iterator[list[Record]]:
+    """Collects the records of all threads while it is open into the list that it gives, which may grow without bound."""
     global _captures
-    seen = []
+    seen: list[Record] = []
     with _lock:
         _captures = (*_captures, seen)
     try:
@@ -195,22 +203,22 @@ def capture():
 
 
 class _Line:
-    """Formats a record only where a handler asks for the text."""
+    """Formats a Record only where a handler asks for the text."""
 
-    def __init__(self, entry):
-        self.entry = entry
+    def __init__(self, of: Record) -> None:
+        self.of = of
 
-    def __str__(self):
-        entry = self.entry
-        params = " ".join(f"{name}={value}" for name, value in entry.params)
-        kernel = f" {entry.kernel} {params}".rstrip() if entry.kernel else ""
-        q = entry.shapes[0]
+    def __str__(self) -> str:
+        of = self.of
+        params = " ".join(f"{name}={value}" for name, value in of.params)
+        kernel = f" {of.kernel} {params}".rstrip() if of.kernel else ""
+        q = of.shapes[Q]
         shape = f" q={list(q)}" if q is not None else ""
-        sequences = f" sequences={entry.num_sequences}" if entry.num_sequences is not None else ""
-        return f"chunk_kda {entry.outcome}{kernel} [{entry.code}] {entry.message};{shape}{sequences} on {entry.device}"
+        sequences = f" sequences={of.num_sequences}" if of.num_sequences is not None else ""
+        return f"chunk_kda {of.outcome}{kernel} [{of.code}] {of.message};{shape}{sequences} on {of.device}"
 
 
-def _content(outcome, code, message, call, plan):
+def _content(outcome: str, code: str, message: str, call: "Call", plan: Any) -> tuple[Any, ...]:
     """The fields of a Record after its time."""
     tensors = (
         call.q,
@@ -223,7 +231,7 @@ def _content(outcome, code, message, call, plan):
         call.A_log,
         call.dt_bias,
     )
-    arguments = (
+    arguments: tuple[Any, ...] = (
         call.scale,
         call.output_final_state,
         call.use_qk_l2norm_in_kernel,
@@ -237,8 +245,8 @@ def _content(outcome, code, message, call, plan):
         call.chunk_size,
         call.use_graph,
     )
-    shapes = tuple([getattr(x, "shape", None) for x in tensors])
-    if not PLAIN.issuperset(map(type, arguments)):  # a tensor, say, which a record must not keep alive
+    shapes: tuple[Any, ...] = tuple([getattr(x, "shape", None) for x in tensors])
+    if not PLAIN.issuperset(map(type, arguments)):  # for example a tensor, which a record must not keep alive
         arguments = tuple([x if type(x) in PLAIN else type(x).__name__ for x in arguments])
     if shapes[CU_SEQLENS]:
         num_sequences = shapes[CU_SEQLENS][0] - 1
@@ -258,8 +266,8 @@ def _content(outcome, code, message, call, plan):
     )
 
 
-def _counter(content):
-    """The counter of a decision, [number], or the one that all share once there are too many kinds."""
+def _counter(content: tuple[Any, ...]) -> list[int]:
+    """The counter of a decision, [number], or the one that the rest share once MAX_DISTINCT are counted apart."""
     decision = content[: len(Count._fields) - 1]
     if decision not in _counts and len(_counts) >= MAX_DISTINCT:
         outcome, code, _, kernel, _ = decision
@@ -267,9 +275,9 @@ def _counter(content):
     return _counts.setdefault(decision, [0])
 
 
-def _append(path, entry):
+def _append(path: str, taken: Record) -> None:
     global _file
-    line = (json.dumps(entry.to_dict(), default=str) + "\n").encode()
+    line = (json.dumps(taken.to_dict(), default=str) + "\n").encode()
     with _lock:
         try:
             if _file is None or _file[0] != path:
@@ -277,7 +285,7 @@ def _append(path, entry):
                     os.close(_file[1])
                     _file = None
                 _file = path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.write(_file[1], line)  # one write to a file opened for appending: whole lines, from any number of processes
+            os.write(_file[1], line)  # one write to a file opened for appending: lines stay whole, whoever else writes to it
         except OSError as error:
             if path not in _unwritable:
                 _unwritable.add(path)

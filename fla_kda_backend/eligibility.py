@@ -6,11 +6,12 @@ error goes ahead, in FLA's order, under the code `fla_refuses`: such a call goes
 
 from collections.abc import Callable
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .call import FLAG_TYPES, PARAMETERS, REQUIRED, Call, parse
+from .facts import Facts
 
 __all__ = ["DECLINED", "HANDLED", "RULES", "Call", "Decision", "check", "parse"]
 
@@ -18,7 +19,7 @@ HEAD_DIM = 128
 LOWEST_BOUND = -5.0
 EITHER = (torch.bfloat16, torch.float32)
 OFFSETS = (torch.int32, torch.int64)
-NUMBER = (float, int, Real)  # the common ones first: asking the abstract class alone is slow
+NUMBER: Any = (float, int, Real)  # the common ones first: asking the abstract class alone is slow
 RUN = ((9, 0),)  # capabilities that the kernels run on
 COMPILED_ONLY = ((10, 0), (10, 3), (12, 0))  # compiled for, never run on: checked against FLA at the first call
 
@@ -40,7 +41,7 @@ class Rule(NamedTuple):
     violated: Callable  # (call, facts) -> message, or None where the rule holds
 
 
-def check(call, facts):
+def check(call: Call, facts: Facts) -> Decision:
     """The Decision on a parsed call, given Facts: whether it can run here, by the first rule that it violates."""
     for code, violated in RULES:
         message = violated(call, facts)
@@ -52,7 +53,7 @@ def check(call, facts):
 ACCEPTED = Decision(True, "accepted", "all rules hold")
 
 
-def flag_type(call, facts):
+def flag_type(call: Call, facts: Facts) -> str | None:
     flags = (
         call.output_final_state,
         call.use_qk_l2norm_in_kernel,
@@ -72,7 +73,7 @@ def flag_type(call, facts):
     return f"requires Python bools as flags, got {typename(wrong)}"
 
 
-def refused_arguments(call, facts):
+def refused_arguments(call: Call, facts: Facts) -> str | None:
     if call.malformed is not None:
         return call.malformed
     for name, value in zip(REQUIRED, (call.q, call.k, call.v, call.g, call.beta)):
@@ -113,7 +114,7 @@ def refused_arguments(call, facts):
     return None
 
 
-def refused_shapes(call, facts):
+def refused_shapes(call: Call, facts: Facts) -> str | None:
     if call.q.ndim != 4:
         return f"requires q [B, T, H, K], got {shape(call.q)}"
     if call.v.ndim < 3:
@@ -133,11 +134,11 @@ def refused_shapes(call, facts):
     return None
 
 
-def unknown_argument(call, facts):
+def unknown_argument(call: Call, facts: Facts) -> str | None:
     return f"knows no argument {', '.join(call.unknown)}" if call.unknown else None
 
 
-def tensor_type(call, facts):
+def tensor_type(call: Call, facts: Facts) -> str | None:
     for name, value in call.inputs:
         if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
             return f"requires a plain torch tensor {name}, got {typename(value)}"
@@ -146,18 +147,18 @@ def tensor_type(call, facts):
     return None
 
 
-def device(call, facts):
+def device(call: Call, facts: Facts) -> str | None:
     return f"requires an NVIDIA GPU, got q on {call.q.device}" if facts.capability is None else None
 
 
-def capability(call, facts):
+def capability(call: Call, facts: Facts) -> str | None:
     if facts.capability in RUN or facts.capability in COMPILED_ONLY:
         return None
     tried = ", ".join(f"{major}.{minor}" for major, minor in RUN + COMPILED_ONLY)
     return f"requires compute capability {tried}, got {facts.capability[0]}.{facts.capability[1]}"
 
 
-def untested(call, facts):
+def untested(call: Call, facts: Facts) -> str | None:
     if facts.untested or facts.capability in RUN:
         return None
     return (
@@ -166,7 +167,7 @@ def untested(call, facts):
     )
 
 
-def one_device(call, facts):
+def one_device(call: Call, facts: Facts) -> str | None:
     where = call.q.device
     for name, value in call.inputs:
         if value.device != where:
@@ -174,7 +175,7 @@ def one_device(call, facts):
     return None
 
 
-def no_grad(call, facts):
+def no_grad(call: Call, facts: Facts) -> str | None:
     if facts.forward_ad:
         return "computes no gradients, got a call inside torch.autograd.forward_ad.dual_level()"
     if facts.grad_enabled:
@@ -184,11 +185,11 @@ def no_grad(call, facts):
     return None
 
 
-def cp_context(call, facts):
+def cp_context(call: Call, facts: Facts) -> str | None:
     return "knows no context parallelism, got cp_context" if call.cp_context is not None else None
 
 
-def lower_bound(call, facts):
+def lower_bound(call: Call, facts: Facts) -> str | None:
     """FLA chooses the bounded gate by a bound alone, whatever safe_gate says, and reads none without a gate to compute."""
     bound = call.lower_bound
     if bound is None or not call.use_gate_in_kernel:
@@ -199,11 +200,11 @@ def lower_bound(call, facts):
     return f"requires a number as lower_bound, got {typename(bound)}"
 
 
-def scale(call, facts):
+def scale(call: Call, facts: Facts) -> str | None:
     return None if isinstance(call.scale, NUMBER) else f"requires a number as scale, got {typename(call.scale)}"
 
 
-def input_dtype(call, facts):
+def input_dtype(call: Call, facts: Facts) -> str | None:
     """As they are: FLA casts nothing under torch.autocast either."""
     for name, value in (("q", call.q), ("k", call.k), ("v", call.v)):
         if value.dtype != torch.bfloat16:
@@ -214,19 +215,19 @@ def input_dtype(call, facts):
     return None
 
 
-def head_dim(call, facts):
+def head_dim(call: Call, facts: Facts) -> str | None:
     dim_k, dim_v = call.q.shape[-1], call.v.shape[-1]
     if dim_k != HEAD_DIM or dim_v != HEAD_DIM:
         return f"requires K = V = {HEAD_DIM}, got K={dim_k}, V={dim_v}"
     return None
 
 
-def value_shape(call, facts):
+def value_shape(call: Call, facts: Facts) -> str | None:
     expected = call.g.shape  # which is right, and V = K
     return f"requires v [B, T, HV, V] = {list(expected)}, got {shape(call.v)}" if call.v.shape != expected else None
 
 
-def cu_seqlens(call, facts):
+def cu_seqlens(call: Call, facts: Facts) -> str | None:
     offsets = call.cu_seqlens
     if offsets is None:
         return None
@@ -235,7 +236,7 @@ def cu_seqlens(call, facts):
     return f"requires cu_seqlens [N + 1], got {shape(offsets)}" if offsets.ndim != 1 else None
 
 
-def cu_seqlens_cpu(call, facts):
+def cu_seqlens_cpu(call: Call, facts: Facts) -> str | None:
     """Its values are read where chunks are counted, and nowhere else: for intermediate states of no static number."""
     offsets = call.cu_seqlens_cpu
     if offsets is None or not call.return_intermediate_states or call.cu_seqlens is None or call.use_graph:
@@ -248,18 +249,18 @@ def cu_seqlens_cpu(call, facts):
     return None
 
 
-def max_num_seqs(call, facts):
+def max_num_seqs(call: Call, facts: Facts) -> str | None:
     # Whether a number is the right one FLA's own refusal has told; a tensor on a GPU would be waited for.
     if not call.use_graph or call.cu_seqlens is None or call.max_num_seqs is None or isinstance(call.max_num_seqs, NUMBER):
         return None
     return f"with use_graph requires a number as max_num_seqs, got {typename(call.max_num_seqs)}"
 
 
-def num_sequences(call, facts):
+def num_sequences(call: Call, facts: Facts) -> str | None:
     return f"requires at least 1 sequence, got {call.num_sequences}" if call.num_sequences < 1 else None
 
 
-def initial_state(call, facts):
+def initial_state(call: Call, facts: Facts) -> str | None:
     expected = (call.num_sequences, call.heads, HEAD_DIM, HEAD_DIM)
     if call.initial_state is None or call.initial_state.shape == expected:
         return None
@@ -267,7 +268,7 @@ def initial_state(call, facts):
     return f"requires initial_state {layout} = {list(expected)}, got {shape(call.initial_state)}"
 
 
-def gate_parameters(call, facts):
+def gate_parameters(call: Call, facts: Facts) -> str | None:
     if not call.use_gate_in_kernel:
         return None
     for name, value in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
@@ -311,17 +312,17 @@ RULES = (
 )
 
 
-def indexable(value):
+def indexable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def shape(tensor):
+def shape(tensor: torch.Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def dtype_name(tensor):
+def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def typename(value):
+def typename(value: Any) -> str:
     return type(value).__name__

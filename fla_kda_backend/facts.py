@@ -1,16 +1,17 @@
 """What the rules need to know besides the call itself, gathered without touching the GPU's work."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import config
+from .call import Call
 
 
 class Facts(NamedTuple):
     """capability and sm_count are of the device of q; None and 0 where that is no NVIDIA GPU."""
 
-    capability: tuple[int, int] | None
+    capability: Any  # (major, minor), or None
     sm_count: int
     grad_enabled: bool
     inference_mode: bool
@@ -22,7 +23,7 @@ class Facts(NamedTuple):
 _devices: dict[int, tuple[tuple[int, int], int]] = {}  # device index -> capability, sm_count
 
 
-def gather(call):
+def gather(call: Call) -> Facts:
     """Facts for a parsed call: of q's own device, which need not be the current one."""
     capability, sm_count = device_facts(getattr(call.q, "device", None))
     return Facts(
@@ -36,12 +37,12 @@ def gather(call):
     )
 
 
-def forward_ad_level():
+def forward_ad_level() -> int:
     """Of torch.autograd.forward_ad; -1 outside of its blocks."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1)
 
 
-def device_facts(device):
+def device_facts(device: Any) -> tuple[tuple[int, int] | None, int]:
     # A ROCm build also calls its devices cuda, and gives some of them capability 9.0.
     if not isinstance(device, torch.device) or device.type != "cuda" or torch.version.hip is not None:
         return None, 0

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +46,14 @@ class Geometry:
     state_chunk: int | None  # tokens between two of them; None: they are not asked for
     workspace: Allocation | None
     carries: Allocation | None  # [2, HV, V, K], states between segments; None: one launch covers all
-    segments: tuple[tuple[Any, ...], ...]  # the Numbers of each launch, in order
+    segments: tuple[Any, ...]  # the Numbers of each launch, in order
     readings: tuple[Reading, ...]  # of DEVICE_INPUTS
     ignores_gate_parameters: bool  # what is given as A_log and dt_bias is not looked at
 
 
-def workspace_bytes(tokens, num_sequences, heads, seq_len=None, kernel="column_split", replay=False):
+def workspace_bytes(
+    tokens: int, num_sequences: int, heads: int, seq_len: int | None = None, kernel: str = "column_split", replay: bool = False
+) -> int:
     """Bytes of workspace that a call allocates.
 
     tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). "column_split": a record of
@@ -75,7 +78,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
         rows = -(-length // int(call.chunk_size)) + (num_sequences - 1 if packed else 0)
     final_shape = (num_sequences, heads, DIM, DIM)
     given = variant.gate == "given"
-    known = {
+    known: dict[str, Any] = {
         "device": call.q.device,
         "out": contiguous((batch, length, heads, DIM), torch.bfloat16),
         "final_state": None if variant.final_state is None else contiguous(final_shape, torch.float32),
@@ -93,7 +96,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     parameters = (None, None) if given else (call.A_log, call.dt_bias)
     strided = [reading(x, family.takes_strides) for x in (call.q, call.k, call.v, call.g, call.beta)]
     whole = [reading_whole(x) for x in (call.initial_state, call.cu_seqlens, *parameters)]
-    numbers = {
+    numbers: dict[str, Any] = {
         "scale": float(call.scale),
         "gate_scale": float(call.lower_bound) * LOG2E if variant.gate == "bounded" else 0.0,
         "seq_len": length,
@@ -117,7 +120,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     )
 
 
-def slots_per_segment(record, slots, heads):
+def slots_per_segment(record: ModuleType, slots: int, heads: int) -> int:
     """Workspace slots that one launch may cover."""
     return max(1, min(slots, WORKSPACE_LIMIT // record.workspace_bytes(1, heads)))
 

@@ -5,6 +5,7 @@ torch's modes and the environment. What the memo keeps holds no tensor.
 """
 
 from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 
@@ -14,22 +15,22 @@ LIMIT = 256  # calls; the layers of a model agree, so few are in use at a time
 PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the same to everybody; float is not, see below
 DECIDING = (config.MODE, config.UNTESTED)  # what is read only after the decision is not among them
 
-_verdicts: dict[tuple, object] = {}
+_verdicts: dict[Any, Any] = {}
 
 try:  # torch.compile's own check of tensors: one call for all of them, in C++
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # another torch: fingerprints alone
-    TensorGuards = None
+    TensorGuards: Any = None  # type: ignore[no-redef]
 
 
 # The last call with a verdict: the layers of a model agree, so the next call mostly fits it too. One tuple, replaced as a
 # whole, so threads may share it: what `recent` unpacks.
 is_nested = attrgetter("is_nested")
-_recent = None
-_candidate = None  # the last verdict that was looked up
+_recent: tuple[Any, ...] | None = None
+_candidate: Any = None  # the last verdict that was looked up
 
 
-def recent(names, values):
+def recent(names: list[Any], values: list[Any]) -> Any:
     """The verdict, if the call is like the last one in everything that a fingerprint holds; otherwise None."""
     last = _recent
     if last is None:
@@ -45,7 +46,7 @@ def recent(names, values):
     return verdict if not any(map(is_nested, found)) and check(*found) else None
 
 
-def looked_up(names, values, key, verdict):
+def looked_up(names: list[Any], values: list[Any], key: tuple[Any, ...], verdict: Any) -> None:
     """A verdict that is looked up twice in a row becomes the recent one: a check costs more to make than a look-up."""
     global _candidate
     if verdict is _candidate:
@@ -53,7 +54,7 @@ def looked_up(names, values, key, verdict):
     _candidate = verdict
 
 
-def keep_recent(names, values, key, verdict):
+def keep_recent(names: list[Any], values: list[Any], key: tuple[Any, ...], verdict: Any) -> None:
     """Have `recent` give the verdict to the next such call. key: the call's fingerprint."""
     global _recent
     tensors = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor)]
@@ -71,7 +72,7 @@ def keep_recent(names, values, key, verdict):
     _recent = names, key[0], key[1], key[2:5], rest, [*map(type, values)], rest(values), pick, check, verdict
 
 
-def fingerprint(names, values):
+def fingerprint(names: list[Any], values: list[Any]) -> tuple[Any, ...] | None:
     """What stands for a call's arguments `values`, named by `names`: hashable, and the same for calls of one verdict only.
 
     None where an argument can be more than it shows. Never raises.
@@ -94,18 +95,18 @@ def fingerprint(names, values):
         return None
 
 
-def environment():
+def environment() -> tuple[Any, ...]:
     """What else decides, as it is now: variables, and whether tensors may carry tangents."""
     mode, untested = DECIDING
     return mode.raw(), untested.raw(), facts.forward_ad_level()
 
 
-def find(key):
+def find(key: tuple[Any, ...] | None) -> Any:
     """The verdict kept under a fingerprint, or None."""
     return _verdicts.get(key)
 
 
-def keep(key, verdict):
+def keep(key: tuple[Any, ...], verdict: Any) -> None:
     """Keep the verdict on the calls of a fingerprint; what is full starts anew.
 
     Not if another thread has changed the environment since: the verdict may be that of another fingerprint.
@@ -117,7 +118,7 @@ def keep(key, verdict):
     _verdicts[key] = verdict
 
 
-def clear():
+def clear() -> None:
     """Forget everything: for who replaces what the verdicts came from."""
     global _recent, _candidate
     _verdicts.clear()

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,13 +14,13 @@ try:  # as torch's own compiler's code does these: the public functions take sev
 except ImportError:  # a build without CUDA
     _current_device = torch.cuda.current_device
 
-    def _stream_handle(index):
-        return torch.cuda.current_stream(index).cuda_stream
+    def _stream_handle(device: int) -> int:
+        return torch.cuda.current_stream(device).cuda_stream
 
 
 try:  # no parsing of arguments
     from torch._C import _get_deterministic_algorithms as _deterministic
-    from torch._C._dynamo.guards import _empty_strided_cuda
+    from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 except ImportError:
     _deterministic, _empty_strided_cuda = torch.are_deterministic_algorithms_enabled, None
 
@@ -28,12 +29,13 @@ from .compiling.spec import ARCHS
 from .geometry import ALIGNMENT, DIM, STRIDED, Geometry, geometry, strides_of, workspace_bytes
 from .kernels.families import FAMILIES
 from .kernels.variant import DTYPE_NAMES, Variant
-from .planning import column_split
+from .planning import Plan, column_split
 
-__all__ = ["Launch", "fwd", "into", "prepare", "run", "workspace_bytes"]
+__all__ = ["Launch", "bind", "fwd", "into", "run", "workspace_bytes"]
 
-def run(call, plan):
-    """Run an eligibility.Call under its Plan.
+
+def run(call: Call, plan: Plan) -> tuple[Any, ...]:
+    """Run a Call under its Plan.
 
     Returns (out [B, T, HV, V] bf16, final_state [N, HV, V, K], or [N, HV, K, V] without state_v_first, fp32 or None), and
     with return_intermediate_states, third, the state before each chunk of chunk_size tokens, [B, NT, HV, V, K] bf16 or
@@ -43,15 +45,29 @@ def run(call, plan):
     same values; under use_graph it is the bound that any cu_seqlens of that length keeps, and rows of no chunk are left
     undefined; with neither, cu_seqlens is read, which waits for the GPU. Nothing else here does.
     """
-    return prepare(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
+    return bind(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
 
 
-def prepare(call, plan):
-    """The Launch that runs an eligibility.Call under its Plan, and every other call with the same metadata."""
+def bind(call: Call, plan: Plan) -> "Launch":
+    """The Launch that runs a Call under its Plan, and every other call with the same metadata."""
     return Launch(geometry(call, plan, ARCHS[torch.cuda.get_device_capability(call.q.device)]))
 
 
-def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None):
+def fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float,
+    initial_state: torch.Tensor | None = None,
+    final_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> None:
     """FlashKDA's call, bit for bit: KDA with l2norm, gate and beta sigmoid in the kernel, written to `out`.
 
     Args:
@@ -77,8 +93,22 @@ def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state
 
 
 # ---- checks of fwd -------------------------------------------------------------------------------------------------
-def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens):
-    def require(condition, text):
+def _check_fwd(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: Any,
+    out: Any,
+    A_log: Any,
+    dt_bias: Any,
+    lower_bound: Any,
+    initial_state: Any,
+    final_state: Any,
+    cu_seqlens: Any,
+) -> None:
+    def require(condition: bool, text: str) -> None:
         if not condition:
             raise ValueError(text)
 
@@ -134,17 +164,17 @@ def _check_fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initia
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
-def into(call, plan, out, final_state, states=None):
+def into(call: Call, plan: Plan, out: Any, final_state: Any, states: Any = None) -> None:
     """Run a call under a plan, with results in given tensors; final_state fp32, bf16 or None."""
     final = None if final_state is None else DTYPE_NAMES[str(final_state.dtype)]
-    launch = prepare(call, plan._replace(variant=replace(plan.variant, final_state=final)))
+    launch = bind(call, plan._replace(variant=replace(plan.variant, final_state=final)))
     launch.into(out, final_state, states, *(getattr(call, name) for name in DEVICE_INPUTS))
 
 
 class Launch:
     """Runs the calls of one Geometry. Called with a call's tensors, it keeps none of them."""
 
-    def __init__(self, of: Geometry):
+    def __init__(self, of: Geometry) -> None:
         """Loads or compiles the kernels; raises whatever that raises."""
         self.geometry = of
         self.device, self.index = of.device, of.device.index
@@ -157,7 +187,7 @@ class Launch:
             self.needs_copy = any(reading.as_it_is is None for reading in of.readings)
             self.beta_alignment = of.readings[STRIDED.index("beta")].alignment
 
-    def __call__(self, *inputs):
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """(out, final_state or None), and states where they are asked for, of DEVICE_INPUTS and cu_seqlens_cpu."""
         if _current_device() != self.index:
             with torch.cuda.device(self.device):
@@ -177,12 +207,12 @@ class Launch:
         self._launch(empty, out, final_state, states, inputs[:-1])
         return out, final_state, states
 
-    def into(self, out, final_state, states, *inputs):
+    def into(self, out: Any, final_state: Any, states: Any, *inputs: Any) -> None:
         """The same of DEVICE_INPUTS into given tensors, final_state of the variant's dtype."""
         with _on(self.device):
             self._launch(self._allocator(), out, final_state, states, inputs)
 
-    def _launch(self, empty, out, final_state, states, inputs):
+    def _launch(self, empty: Any, out: Any, final_state: Any, states: Any, inputs: tuple[Any, ...]) -> None:
         if self.kernels is None:
             if final_state is not None:
                 initial_state = inputs[DEVICE_INPUTS.index("initial_state")]
@@ -197,11 +227,12 @@ class Launch:
         cu_seqlens = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
         A_log = 0 if A_log is None else A_log.data_ptr()
         dt_bias = 0 if dt_bias is None else dt_bias.data_ptr()
-        segments, copies = self.segments, ()
+        segments = self.segments
+        copies: list[Any] = []  # alive until the launch
         unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT
         if unaligned or self.needs_copy or beta & self.beta_alignment:
             copies, segments, (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) = self._copy(inputs)
-        workspace = empty(*self.workspace)
+        workspace = empty(*self.workspace)  # type: ignore[misc]  # there is one where there are kernels
         carry_in = carry_out = 0
         if self.carries is not None:
             carries = empty(*self.carries)
@@ -228,9 +259,11 @@ class Launch:
             self.kernels(*addresses, *numbers, stream)
             carry_in, carry_out = carry_out, carry_in
 
-    def _copy(self, inputs):
+    def _copy(self, inputs: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...], list[int]]:
         """(copies, segments, addresses), where what cannot be read where it lies is copied."""
-        copies, strides, addresses = [], {}, []
+        copies: list[Any] = []
+        strides: dict[str, int] = {}
+        addresses: list[int] = []
         for name, x, (as_it_is, as_a_copy, alignment) in zip(DEVICE_INPUTS, inputs, self.geometry.readings):
             address = 0 if x is None else x.data_ptr()
             if as_it_is is None or address & alignment:
@@ -238,16 +271,16 @@ class Launch:
                 address = copies[-1].data_ptr()
                 strides |= strides_of(name, as_a_copy)
             addresses.append(address)
-        return copies, [numbers._replace(**strides) for numbers in self.segments], addresses
+        return copies, tuple(numbers._replace(**strides) for numbers in self.segments), addresses
 
-    def _allocator(self):
+    def _allocator(self) -> Any:
         """Gives tensors of undefined content, from an Allocation, on the current device, which must be ours."""
         if self.fast_empty is not None and not _deterministic():
             return self.fast_empty
         # Where torch is to be deterministic, this fills them.
         return lambda shape, strides, dtype: torch.empty(*shape, dtype=dtype, device=self.device)
 
-    def _count_chunks(self, offsets):
+    def _count_chunks(self, offsets: torch.Tensor) -> int:
         """Chunks of all packed sequences, as the kernels count them; waits for the GPU where the offsets lie there."""
         if offsets.is_cuda:
             with _on(self.device):
@@ -258,6 +291,6 @@ class Launch:
         return sum(-(-max(end - first, 0) // chunk) for first, end in zip(inside, inside[1:]))
 
 
-def _on(device):
+def _on(device: torch.device) -> Any:
     """Make `device` the current one."""
     return contextlib.nullcontext() if _current_device() == device.index else torch.cuda.device(device)

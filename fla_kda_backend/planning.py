@@ -86,7 +86,7 @@ def wy64(tokens: int, num_sequences: int, heads: int, sm_count: int, variant: Va
     replay = long and few and variant.intermediate_states is None
     grid = max(sm_count, 2 * tasks) if replay else min(tasks, sm_count)
     if overlap and not replay:
-        grid = 2 * groups.chains_at_once(tasks // 2, sm_count)
+        grid = 2 * groups.chains_per_group(tasks // 2, sm_count)
     short = 0 < tokens <= record.CHUNK * num_sequences
     direct = short and wy64_contract.allows_direct(variant)
     schedule = wy64_contract.Schedule(max_ctas=sm_count, overlap=overlap, replay=replay, direct=direct)

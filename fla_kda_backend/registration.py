@@ -1,7 +1,6 @@
-"""FLA's registration API, and nothing else knows it: hand the backend to every chunk_kda that FLA has defined.
+"""Hand the backend to every chunk_kda that FLA has defined. The only module that knows FLA's registration API.
 
-A registration that fails leaves FLA as it was; the cause is kept in `failure`, logged once, and shown by
-`fla-kda doctor`.
+A registration that fails leaves FLA as it was; the cause is kept in `failure`, logged once, and shown by `fla-kda doctor`.
 """
 
 import contextlib
@@ -9,19 +8,21 @@ import inspect
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 logger = logging.getLogger("fla_kda_backend")
 
-failure = None  # str: why the last attempt failed
-_registered = []  # the undecorated chunk_kda functions that have the backend
-_warned = set()
+failure: str | None = None  # why the last attempt failed
+_registered: list[Callable[..., Any]] = []  # the undecorated chunk_kda functions that have the backend
+_warned: set[str] = set()
 
 
 class RegistrationError(Exception):
-    """FLA is not the one that this package knows how to register with."""
+    """This package does not know how to register with the installed FLA."""
 
 
-def register(entry_points):
+def register(entry_points: Iterable[Callable[..., Any]]) -> bool:
     """Register with each of FLA's chunk_kda functions. Idempotent; never raises; returns whether FLA will ask us."""
     global failure
     try:
@@ -45,12 +46,12 @@ def register(entry_points):
     return asked
 
 
-def preload():
-    """Import what the first call needs, of whose time it would be most. FLA is being imported, which takes far longer.
+def preload() -> None:
+    """Import what the first call needs: these imports would take most of its time. FLA's own import takes far longer.
 
-    Only where calls can run here, and only what is no more than an import: CUDA is not initialised, which FLA has done
-    unless this process is not to use it; and to a torch without an exchange of tensors of its own tvm_ffi would add one
-    that is compiled first. What fails now fails again in the first call, which says so.
+    Only where calls can run here. CUDA is not initialised from here: FLA has done that, unless this process is not meant to
+    use CUDA. tvm_ffi is left for later where torch has no exchange of tensors: it would compile one at its import.
+    What fails now fails again in the first call, which reports it.
     """
     with contextlib.suppress(Exception):
         import torch
@@ -67,17 +68,16 @@ def preload():
                 import tvm_ffi  # noqa: F401
 
 
-def register_with(entry_point):
+def register_with(entry_point: Callable[..., Any]) -> None:
+    """Register with one of them; raises RegistrationError, or what FLA raises."""
     try:
         from fla.backends import register as fla_register
     except ImportError as error:
-        raise RegistrationError(
-            f"FLA has no fla.backends.register; requires flash-linear-attention >= 0.6: {error}"
-        ) from error
+        raise RegistrationError(f"FLA has no fla.backends.register; requires flash-linear-attention >= 0.6: {error}") from error
     from .backend import KdaCuteBackend
     from .call import POSITIONAL
 
-    # A call's positional arguments are read by their place, so the places must be the ones that the rules know.
+    # A call's positional arguments are known by their positions, so these must be the ones that the rules know.
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(inspect.unwrap(entry_point)).parameters.values()
     names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
@@ -86,15 +86,15 @@ def register_with(entry_point):
     fla_register(entry_point)(KdaCuteBackend)
 
 
-def dispatch_disabled():
+def dispatch_disabled() -> bool:
     """Whether FLA was imported with FLA_DISABLE_BACKEND_DISPATCH=1, so that its register() does nothing."""
     backends = sys.modules.get("fla.backends")
     default = os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1"
     return bool(getattr(backends, "_DISPATCH_DISABLED", default))
 
 
-def status():
-    """(state, detail) after an attempt: registered, failed or dispatch_disabled; None where there was none."""
+def status() -> tuple[str, str] | None:
+    """(state, detail) after an attempt: registered, failed or dispatch_disabled; None where there was no attempt."""
     if failure is not None:
         return "failed", failure
     if not _registered:
@@ -104,8 +104,8 @@ def status():
     return "registered", f"FLA asks {', '.join(order()) or 'in an order that this FLA does not show'}"
 
 
-def order():
-    """The backends that FLA asks for a call of chunk_kda, in this order, as far as this FLA lets one see them."""
+def order() -> list[str]:
+    """The backends that FLA asks for a call of chunk_kda, in this order; empty where this FLA does not show them."""
     registries = getattr(sys.modules.get("fla.backends"), "_function_registries", {})
     registry = registries.get(_registered[-1]) if _registered else None
     return [backend.backend_type for backend in registry._get_sorted_backends()] if registry is not None else []

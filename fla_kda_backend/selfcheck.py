@@ -7,17 +7,23 @@ the inputs come from a generator of their own, and nothing is checked while a CU
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from . import planning
-from .call import parse
+from .call import Call, parse
 from .eligibility import ACCEPTED, Decision
+from .facts import Facts
 from .kernels.variant import Variant
+from .planning import Plan
 from .testing import Form, Normal, make
 from .testing.values import before_gate
 
 logger = logging.getLogger("fla_kda_backend")
+
+Runner = Callable[[Call, Plan], Any]
 
 # Each is within 7e-3 of the exact result on such inputs; a wrong layout gives an error near 1.
 TOLERANCE = 2e-2
@@ -29,7 +35,7 @@ _lock = threading.Lock()
 _decisions: dict[tuple, Decision] = {}  # by device, kind of gate and mode
 
 
-def decision(device, plan, facts, run, reference):
+def decision(device: torch.device, plan: Plan, facts: Facts, run: Runner, reference: Callable[..., Any]) -> Decision:
     """The Decision on a call that the rules accept on such a device; the first one of its kind waits for the GPU.
 
     run(call, plan) is this package's implementation, reference FLA's own chunk_kda.
@@ -51,12 +57,12 @@ def decision(device, plan, facts, run, reference):
     return _decisions[key]
 
 
-def kind(plan):
+def kind(plan: Plan) -> tuple[str, str]:
     """(kind of gate, mode) of the case that stands for a plan's calls: it runs on the plan's own kernels."""
     return plan.variant.gate, "exact" if getattr(plan.schedule, "arithmetic", None) == "exact" else "auto"
 
 
-def _decide(device, gate, facts, run, reference):
+def _decide(device: torch.device, gate: str, facts: Facts, run: Runner, reference: Callable[..., Any]) -> Decision:
     name = f"compute capability {facts.capability[0]}.{facts.capability[1]}"
     try:
         errors = compare(device, gate, facts, run, reference)
@@ -73,7 +79,7 @@ def _decide(device, gate, facts, run, reference):
     return ACCEPTED
 
 
-def compare(device, gate, facts, run, reference):
+def compare(device: Any, gate: str, facts: Facts, run: Runner, reference: Callable[..., Any]) -> list[float]:
     """Relative differences (output, final state) between these kernels and FLA's on the fixed case of a gate."""
     with torch.inference_mode():
         arguments = case(device, gate=gate)
@@ -83,16 +89,23 @@ def compare(device, gate, facts, run, reference):
         return [difference(a, b) for a, b in zip(ours, theirs)]
 
 
-def case(device, lengths=LENGTHS, heads=HEADS, gate="bounded"):
+def case(device: Any, lengths: tuple[int, ...] = LENGTHS, heads: int = HEADS, gate: str = "bounded") -> dict[str, Any]:
     """Keyword arguments of a chunk_kda call: ragged sequences, states, decay log-uniform over what real gates do.
 
     gate: "bounded", FlashKDA's call; "softplus", the same without a bound; "given", fp32 log decay that is computed already.
     """
     given = gate == "given"
-    variant = Variant(gate, "fp32" if given else "bf16", *((None, None) if given else ("fp32", "fp32")),
-                      initial_state="fp32", cu_seqlens="int64")  # fmt: skip
+    parameters = None if given else "fp32"
+    variant = Variant(
+        gate=gate,
+        gate_dtype="fp32" if given else "bf16",
+        a_log=parameters,
+        dt_bias=parameters,
+        initial_state="fp32",
+        cu_seqlens="int64",
+    )
 
-    def draw(form):
+    def draw(form: Form) -> dict[str, torch.Tensor]:
         normal = Normal("cpu", seed=0)
         decay = -torch.exp(normal.uniform(*form.shape("g")) * 8 - 7)
         values = {"g": before_gate(decay, gate)}
@@ -102,6 +115,6 @@ def case(device, lengths=LENGTHS, heads=HEADS, gate="bounded"):
     return make(Form.of(variant, lengths, heads), draw, device)
 
 
-def difference(ours, theirs):
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     ours, theirs = ours.double(), theirs.double()
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    return float((ours - theirs).norm() / theirs.norm())

@@ -8,31 +8,24 @@ import types
 
 import torch
 
-from fla_kda_backend import op, planning
+from fla_kda_backend import op
 from fla_kda_backend.compiling import ARCHS
-from fla_kda_backend.kernels.column_split import record as record16
-from fla_kda_backend.kernels.wy64 import record as record64
+from fla_kda_backend.kernels.arguments import Real, joined
+from fla_kda_backend.kernels.families import FAMILIES
 from fla_kda_backend.reference import exact, gold
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
-CHUNKS = {"column_split": record16.CHUNK, "wy64": record64.CHUNK}  # tokens of a slot
-OWN = {"cu_dtype", "initial", "final", "segmented"}  # options that op adds to a plan's
-PLANS = {
-    "column_split": {"arithmetic", "bv", "warps", "stages", "state_chunk"},
-    "wy64": {"max_ctas", "overlap", "replay", "direct"},
-}
-ADDRESSES = ("q", "k", "v", "g", "beta", "a_log", "dt_bias", "initial_state", "final_state", "out", "cu_seqlens", "workspace",
-             "carry_in", "carry_out", "states")  # fmt: skip
-STRIDES = tuple(f"{name}_{of}" for name in ("q", "k", "v", "g", "beta") for of in ("token", "head"))
-NUMBERS = ("scale", "gate_scale", "seq_len", "num_seqs", "qk_heads", "heads", "slot_begin", "slot_end", "stream")
-ARGUMENTS = {"column_split": (*ADDRESSES, *NUMBERS), "wy64": (*ADDRESSES, *STRIDES, *NUMBERS)}
+STRIDED = ("q", "k", "v", "g", "beta")
+STRIDES = tuple(f"{name}_{of}" for name in STRIDED for of in ("token", "head"))
 
 
 def named(spec, arguments):
-    """A launch's arguments by name."""
-    names = ARGUMENTS[spec.family]
-    assert len(arguments) == len(names) and all(type(x) is int for x in arguments[: names.index("scale")])
-    return types.SimpleNamespace(**dict(zip(names, arguments)))
+    """A launch's arguments by name, without the stream."""
+    family = FAMILIES[spec.family]
+    a = joined(family.addresses, family.numbers)(*arguments[:-1])
+    for (name, kind), value in zip(a.__annotations__.items(), a):
+        assert type(value) is (float if kind is Real else int), name
+    return a
 
 
 def at(address, shape, dtype, strides=None, aligned=16):
@@ -61,28 +54,20 @@ def launch(spec, *arguments):
     robust arithmetic, since it knows no chunk longer than 16 tokens, and what is launched for which slots, with which
     addresses, does not depend on it. Every other call is played by the recurrence in double precision.
     """
-    options, a = dict(spec.options), named(spec, arguments)
-    chunk = CHUNKS[spec.family]
-    given = options.keys() - OWN - PLANS[spec.family]
-    variant = {**planning.FLASHKDA, **{name: options[name] for name in given}}
-    assert given <= planning.FLASHKDA.keys() and all(options[name] != planning.FLASHKDA[name] for name in given)
-    assert options.keys() >= OWN
-    assert not (options.get("replay") and (options["segmented"] or variant["states"])), "no replay in segments, or of states"
-    assert not (options.get("overlap") and options["segmented"]), "all records must lie in the same launch"
-    assert not options.get("overlap") or a.cu_seqlens == 0 or a.num_seqs == 1, "prepare must know every chunk's place in time"
-    assert not options.get("direct") or not (options["segmented"] or options["initial"] or options["replay"]
-                                             or {"gate", "gate_dtype", "l2norm", "states"} & given)  # fmt: skip
-    assert options.get("arithmetic") != "exact" or (not given and a.qk_heads == a.heads), "FlashKDA's own call alone"
-    assert variant["gate"] != "given" or variant["a_log"] is variant["dt_bias"] is None
-    assert variant["a_log"] is not None or variant["gate"] != "softplus"
-    assert (a.cu_seqlens == 0) == (options["cu_dtype"] is None)
-    assert (a.carry_in == 0) == (a.carry_out == 0) == (not options["segmented"])
+    family, variant, schedule, a = FAMILIES[spec.family], spec.variant, spec.schedule, named(spec, arguments)
+    chunk = family.record.CHUNK
+    arithmetic = getattr(schedule, "arithmetic", "robust")
+    if getattr(schedule, "overlap", False):
+        assert a.cu_seqlens == 0 or a.num_seqs == 1, "prepare must know every chunk's place in time"
+    assert arithmetic == "robust" or a.qk_heads == a.heads, "FlashKDA's own call alone"
+    assert (a.cu_seqlens == 0) == (variant.cu_seqlens is None)
+    assert (a.carry_in == 0) == (a.carry_out == 0) == (not schedule.segmented)
     assert a.workspace != 0 and 0 <= a.slot_begin < a.slot_end and a.num_seqs * a.heads > 0 and a.heads % a.qk_heads == 0
-    assert variant["gate"] == "bounded" or a.gate_scale == 0
+    assert variant.gate == "bounded" or a.gate_scale == 0
 
     seq_len, num_seqs, heads = a.seq_len, a.num_seqs, a.heads
     if a.cu_seqlens:
-        ends = at(a.cu_seqlens, (num_seqs + 1,), DTYPES[options["cu_dtype"]]).tolist()
+        ends = at(a.cu_seqlens, (num_seqs + 1,), DTYPES[variant.cu_seqlens]).tolist()
         bounds = list(zip(ends, ends[1:]))
         bases = [first // chunk + s for s, (first, _) in enumerate(bounds)]
         assert 0 <= min(ends) and max(ends) <= seq_len and ends == sorted(ends)
@@ -94,23 +79,22 @@ def launch(spec, *arguments):
     for name in ("q", "k", "v", "g", "beta"):
         width = () if name == "beta" else (128,)
         count = a.qk_heads if name in ("q", "k") else heads
-        kind = {"g": variant["gate_dtype"], "beta": variant["beta_dtype"]}.get(name, "bf16")
+        kind = {"g": variant.gate_dtype, "beta": variant.beta_dtype}.get(name, "bf16")
         dtype, strides, aligned = DTYPES[kind], None, 16
-        if spec.family == "wy64":
+        if family.takes_strides:
             strides = (getattr(a, f"{name}_token"), getattr(a, f"{name}_head"), *(1 for _ in width))
             aligned = 16 if width else dtype.itemsize
             assert not width or all(stride * dtype.itemsize % 16 == 0 for stride in strides[:2])
         inputs[name] = at(getattr(a, name), (tokens, count, *width), dtype, strides, aligned)[None]
-    inputs["A_log"] = maybe(a.a_log, (heads,), variant["a_log"])
-    inputs["dt_bias"] = maybe(a.dt_bias, (heads, 128), variant["dt_bias"])
+    inputs["A_log"] = maybe(a.a_log, (heads,), variant.a_log)
+    inputs["dt_bias"] = maybe(a.dt_bias, (heads, 128), variant.dt_bias)
     out = at(a.out, (1, tokens, heads, 128), torch.bfloat16)
     shape = (num_seqs, heads, 128, 128)
-    initial, final = (maybe(getattr(a, f"{name}_state"), shape, options[name]) for name in ("initial", "final"))
+    initial, final = (maybe(getattr(a, name), shape, getattr(variant, name)) for name in ("initial_state", "final_state"))
     carry_in, carry_out = (at(x, shape[1:], torch.float32) if x else None for x in (a.carry_in, a.carry_out))
-    every = options.get("state_chunk", 64)
+    every = variant.intermediate_states or 64
     before = [sum(-(-(end - first) // every) for first, end in bounds[:s]) for s in range(num_seqs + 1)]
-    states = maybe(a.states, (before[-1], *shape[1:]), "bf16" if variant["states"] else None)
-    inexact = options.get("arithmetic") != "exact"
+    states = maybe(a.intermediate_states, (before[-1], *shape[1:]), "bf16" if variant.intermediate_states else None)
 
     for row in range(chunk * a.slot_begin, min(chunk * a.slot_end, tokens)):
         if row < bounds[0][0] or row >= bounds[-1][1]:
@@ -123,16 +107,16 @@ def launch(spec, *arguments):
             state = carry_in
         else:
             state = torch.zeros(shape[1:]) if initial is None else initial[s].float()
-        state = (state if inexact else state.to(torch.bfloat16).float())[None]
+        state = (state.to(torch.bfloat16).float() if arithmetic == "exact" else state)[None]
         low, high = max(base, a.slot_begin), min(last, a.slot_end)
         start = chunk * (low - base)
         here = slice(first + start, min(first + chunk * (high - base), end))
         if high > low:
             part = {name: x[:, here] if name in ("q", "k", "v", "g", "beta") else x for name, x in inputs.items()}
             part |= {"scale": a.scale, "initial_state": state}
-            bound = round(a.gate_scale / exact.LOG2_E, 12) if variant["gate"] == "bounded" else None
-            if not given and a.qk_heads == heads:
-                out[:, here], state = exact.forward(**part, lower_bound=bound, arithmetic="robust" if inexact else "exact")
+            bound = round(a.gate_scale / exact.LOG2_E, 12) if variant.gate == "bounded" else None
+            if not variant.changes and a.qk_heads == heads:
+                out[:, here], state = exact.forward(**part, lower_bound=bound, arithmetic=arithmetic)
             else:
                 out[:, here], state, chunks = precisely(part, variant, bound, chunk)
                 for number, x in enumerate(chunks):
@@ -149,11 +133,11 @@ def precisely(part, variant, lower_bound, chunk):
     out, state, (chunks,) = gold.forward(
         **part,
         lower_bound=lower_bound,
-        use_gate_in_kernel=variant["gate"] != "given",
-        use_beta_sigmoid_in_kernel=variant["beta"] != "given",
-        allow_neg_eigval=variant["beta"] == "twice",
-        use_qk_l2norm_in_kernel=variant["l2norm"],
-        state_v_first=variant["state_v_first"],
+        use_gate_in_kernel=variant.gate != "given",
+        use_beta_sigmoid_in_kernel=variant.beta != "given",
+        allow_neg_eigval=variant.beta == "twice",
+        use_qk_l2norm_in_kernel=variant.l2norm,
+        state_v_first=variant.state_v_first,
         return_intermediate_states=True,
         chunk_size=chunk,
     )

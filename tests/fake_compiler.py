@@ -1,4 +1,4 @@
-"""Fixtures for a process without compiled kernels: a cache directory of its own, a compiler and a loader that only say so."""
+"""Fixtures for a process without compiled kernels: a cache directory of its own, a compiler and a loader that do nothing real."""
 
 import sys
 import types
@@ -13,7 +13,7 @@ LIBRARY = b"\x7fELF and so on"  # what the loader loads
 
 @pytest.fixture
 def empty_library(monkeypatch, tmp_path):
-    """A process that has loaded nothing, with a cache directory of its own."""
+    """A process that has loaded nothing, with its own cache directory; its path."""
     for name in ("_functions", "_sources", "_failures", "_locks"):
         monkeypatch.setattr(library, name, {})
     monkeypatch.setattr(library, "_said", set())
@@ -24,7 +24,7 @@ def empty_library(monkeypatch, tmp_path):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Specs that were compiled, by a compiler that only says so; its linker makes files that only the loader below loads."""
+    """The specs that were compiled, by a stand-in; only the loader below loads what its linker makes."""
     specs = []
 
     def build(spec, keep=True):
@@ -32,13 +32,13 @@ def built(monkeypatch):
         return builder.Artifact(lambda *arguments: "from memory", None, None, {})
 
     monkeypatch.setattr(builder, "build", build)
-    monkeypatch.setattr(builder, "link", lambda spec, function: (LIBRARY, "nobody"))
+    monkeypatch.setattr(builder, "link", lambda function: (LIBRARY, "nobody"))
     return specs
 
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Bytes that were loaded, by a loader that only says so."""
+    """The bytes that were loaded, by a stand-in."""
     contents = []
 
     def load_module(path):

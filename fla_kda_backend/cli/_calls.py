@@ -1,37 +1,41 @@
 """Calls of chunk_kda as models make them, on the meta device, and the compiled kernels that they run on.
 
-Which kernel a call runs on is asked of the rules and plans that decide it for a real one.
+The same rules and plans as for real calls decide which kernels these are.
 """
 
 import itertools
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-# Number and tokens of each: one long prompt, several, a large batch, and prompts of one chunk. Whatever a layer's heads, these
-# have every schedule and width of tasks that planning knows for them.
+if TYPE_CHECKING:
+    from ..compiling import KernelSpec
+
+# (number of sequences, tokens of each): one long prompt, several, a large batch, and prompts of one chunk. With any number of
+# heads, these run under every schedule, and with every width of value columns, that planning has for it.
 SEQUENCES = ((1, 8192), (2, 4096), (4, 2048), (8, 1024), (16, 2048), (32, 256), (64, 128), (128, 64))
-STATES = ((False, True), (False, False), (True, True))  # initial state, final state: prefill, scoring, a prompt's next part
-OFFSETS = (None, "int32", "int64")  # dtype of cu_seqlens; FLA's layers make int32 of a padding mask
-LONGEST = 131072  # tokens of a prompt that --for counts on, where the model's own limit is more
+STATES = ((False, True), (False, False), (True, True))  # (initial state, final state): prefill, scoring, a prompt's next part
+OFFSETS = (None, "int32", "int64")  # dtype of cu_seqlens; FLA's layers make int32 from a padding mask
+LONGEST = 131072  # tokens of the longest prompt that --for takes into account, where the model's own limit is more
 
 
 class Layer(NamedTuple):
-    """A KDA layer, as far as its calls show."""
+    """What the calls of a KDA layer depend on."""
 
     heads: int
     value_heads: int
     dim: int
     value_dim: int
-    flags: dict  # of chunk_kda, lower_bound among them
+    flags: dict[str, Any]  # of chunk_kda, lower_bound among them
     dtype: str  # of activations
     gate_dtype: str
-    beta_dtypes: tuple[str, ...]  # what users of the layer may have it in
+    beta_dtypes: tuple[str, ...]  # those that users of the layer may choose
     parameter_dtypes: tuple[str | None, ...]  # of A_log and dt_bias; None: the gate is computed outside
 
 
 class NoKDA(ValueError):
-    """A configuration of a model that has no such layer."""
+    """The configuration is of a model without KDA layers."""
 
 
 IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
@@ -47,12 +51,12 @@ USUAL = tuple(
         beta_dtypes=("bfloat16",),
         parameter_dtypes=("float32",),
     )
-    for heads in (8, 32)  # between them, a single long prompt has every schedule
+    for heads in (8, 32)  # with both, a single long prompt runs under every schedule
 )
 
 
-def layer_of(path):
-    """(Layer, longest prompt) of a config.json, or of the directory that has one."""
+def layer_of(path: str | Path) -> tuple[Layer, int]:
+    """(Layer, longest prompt in tokens) of a config.json, or of a directory with one."""
     path = Path(path)
     config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     if not isinstance(config, dict):
@@ -69,20 +73,20 @@ def layer_of(path):
     raise NoKDA(f"knows the KDA layers of FLA and transformers, got model_type {config.get('model_type')!r}")
 
 
-def _of_fla(config, dtype):
+def _of_fla(config: dict[str, Any], dtype: str) -> Layer:
     """fla.layers.KimiDeltaAttention, with the defaults of fla.models.KDAConfig."""
     heads, dim = config.get("num_heads", 16), config.get("head_dim", 128)
-    flags = dict.fromkeys((*IN_KERNEL, "state_v_first"), True)
+    flags: dict[str, Any] = dict.fromkeys((*IN_KERNEL, "state_v_first"), True)
     for name, default in (("allow_neg_eigval", False), ("safe_gate", False), ("lower_bound", None)):
         flags[name] = config.get(name, default)
     value_dim = int(dim * config.get("expand_v", 1))
-    # The layer makes its parameters in fp32; a model converted as a whole has them in its own dtype.
+    # The layer makes its parameters in fp32; a model that was converted as a whole has them in its own dtype.
     parameters = tuple(dict.fromkeys(("float32", dtype)))
     return Layer(heads, config.get("num_v_heads") or heads, dim, value_dim, flags, dtype, dtype, (dtype,), parameters)
 
 
-def _of_transformers(config, dtype):
-    """Kimi Linear and its kin, in transformers and in Kimi's own code: gate and beta are computed outside, the gate in fp32."""
+def _of_transformers(config: dict[str, Any], dtype: str) -> Layer:
+    """Kimi Linear and its kin in transformers, and Kimi's own code: gate and beta are computed outside, the gate in fp32."""
     own = config.get("linear_attn_config") or {}
     heads = own.get("num_heads") or config.get("linear_num_heads") or config.get("num_attention_heads")
     dim = own.get("head_dim") or config.get("linear_head_dim") or config.get("head_dim") or 128
@@ -92,14 +96,23 @@ def _of_transformers(config, dtype):
     return Layer(heads, heads, dim, dim, flags, dtype, "float32", tuple(dict.fromkeys((dtype, "float32"))), (None,))
 
 
-def calls(layer, sequences=SEQUENCES):
+def calls(layer: Layer, sequences: Iterable[tuple[int, int]] = SEQUENCES) -> Iterator[dict[str, Any]]:
     """Keyword arguments of the prefills that the layer may be asked for."""
     kinds = itertools.product(sequences, STATES, OFFSETS, layer.beta_dtypes, layer.parameter_dtypes)
     for (number, tokens), (initial, final), offsets, beta, parameters in kinds:
         yield _call(layer, number, tokens, initial, final, offsets, beta, parameters)
 
 
-def _call(layer, number, tokens, initial, final, offsets, beta, parameters):
+def _call(
+    layer: Layer,
+    number: int,
+    tokens: int,
+    initial: bool,
+    final: bool,
+    offsets: str | None,
+    beta: str,
+    parameters: str | None,
+) -> dict[str, Any]:
     from ..testing.calls import Form, make, rows_of
 
     dtypes = {
@@ -123,16 +136,20 @@ def _call(layer, number, tokens, initial, final, offsets, beta, parameters):
     return make(form)
 
 
-def specs_of(arguments, arch, sm_count, modes):
+def specs_of(
+    arguments: Sequence[dict[str, Any]], arch: str, sm_count: int, modes: Sequence[str]
+) -> tuple[dict["KernelSpec", None], dict[tuple[str, str], int]]:
     """(specs, refusals) of calls on an arch: {KernelSpec: None} in order, and {(code, message): how many calls}."""
     from .. import eligibility, planning
+    from ..call import parse
     from ..compiling import ARCHS
     from ..facts import Facts
     from ..geometry import geometry
 
     capability = next(capability for capability, name in ARCHS.items() if name == arch)
-    specs, refusals = {}, {}
-    for call, mode in itertools.product([eligibility.parse((), each) for each in arguments], modes):
+    specs: dict[KernelSpec, None] = {}
+    refusals: dict[tuple[str, str], int] = {}
+    for call, mode in itertools.product([parse((), each) for each in arguments], modes):
         known = Facts(capability, sm_count, grad_enabled=False, inference_mode=True, mode=mode, untested=True)
         accepted, code, message = eligibility.check(call, known)
         if not accepted:

@@ -1,9 +1,14 @@
-"""FLA's own KDA models with random weights: what the demo runs, and what whole-model benchmarks and tests run."""
+"""FLA's own KDA models with random weights, for the demo and for benchmarks and tests of whole models."""
 
 import copy
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    import torch
 
 MODELS = {
     "kda": "FLA's default configuration: softplus gate",
@@ -13,22 +18,22 @@ MODELS = {
 }
 
 
-def config(name, layers=4, heads=16, hidden=2048, **others):
-    """The KDAConfig of one of MODELS; `others` are more of KDAConfig's arguments, which has FLA's default for the rest."""
+def config(name: str, layers: int = 4, heads: int = 16, hidden: int = 2048, **others: Any) -> Any:
+    """The KDAConfig of one of MODELS; `others` are more arguments of KDAConfig, and the rest have FLA's defaults."""
     from fla.models import KDAConfig
 
-    own = {
+    changes: dict[str, dict[str, Any]] = {
         "kda": {},
         "kda-safe": {"safe_gate": True, "lower_bound": -5.0},
         "gva": {"num_v_heads": 2 * heads},
         "hybrid": {"attn": {"layers": list(range(layers))[2::4], "num_heads": hidden // 128}},
-    }[name]
-    return KDAConfig(num_hidden_layers=layers, num_heads=heads, hidden_size=hidden, **own, **others)
+    }
+    return KDAConfig(num_hidden_layers=layers, num_heads=heads, hidden_size=hidden, **changes[name], **others)
 
 
-def build(config, device, seed=0):
-    """The KDAForCausalLM of a config: bf16, but A_log and dt_bias fp32, as from_pretrained(dtype=torch.bfloat16) gives it."""
-    import fla.models  # noqa: F401  # makes it known to transformers
+def build(config: Any, device: "torch.device | str", seed: int = 0) -> Any:
+    """The KDAForCausalLM of a config: bf16, but A_log and dt_bias fp32, as from_pretrained(dtype=torch.bfloat16) makes it."""
+    import fla.models  # noqa: F401  # registers the model with transformers
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -37,7 +42,9 @@ def build(config, device, seed=0):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def random_tokens(config, device, batch=1, tokens=8192, seed=0):
+def random_tokens(
+    config: Any, device: "torch.device | str", batch: int = 1, tokens: int = 8192, seed: int = 0
+) -> "torch.Tensor":
     """Token ids [batch, tokens]."""
     import torch
 
@@ -45,18 +52,18 @@ def random_tokens(config, device, batch=1, tokens=8192, seed=0):
     return torch.randint(config.vocab_size, (batch, tokens), device=device, generator=generator)
 
 
-def kda_layers(model):
-    """Numbers of the layers that call chunk_kda."""
+def kda_layers(model: Any) -> list[int]:
+    """The indices of the layers that call chunk_kda."""
     from fla.layers.kda import KimiDeltaAttention
 
     return [number for number, block in enumerate(model.model.layers) if isinstance(block.attn, KimiDeltaAttention)]
 
 
-def layer_calls(config, tokens):
+def layer_calls(config: Any, tokens: int) -> dict[int, dict[str, Any]]:
     """{layer: keyword arguments of chunk_kda} of a prefill with a cache, as the layers' own code passes them.
 
-    Shapes and dtypes alone, on the meta device: the layers run up to the call, without their short convolutions, which keep
-    both and which no other device than a GPU has.
+    The tensors are on the meta device: the layers run up to the call. They run without their short convolutions, which change
+    neither shape nor dtype and which only a GPU can run.
     """
     import torch
     from fla.layers import kda
@@ -64,11 +71,12 @@ def layer_calls(config, tokens):
     class Asked(Exception):
         """Ends a layer at its call."""
 
-    def ask(**arguments):
+    def ask(**arguments: Any) -> None:
         calls[number] = arguments
         raise Asked
 
-    calls, config = {}, copy.deepcopy(config)
+    calls: dict[int, dict[str, Any]] = {}
+    config = copy.deepcopy(config)
     config.use_short_conv = False
     model = build(config, "meta")
     hidden_states = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, device="meta")
@@ -80,8 +88,8 @@ def layer_calls(config, tokens):
 
 
 @contextmanager
-def switched(on):
-    """FLA asks this backend, or does not."""
+def switched(on: bool) -> Iterator[None]:
+    """Within it, FLA asks this backend, or does not."""
     from .. import config
 
     name = config.ENABLED.name
@@ -98,8 +106,8 @@ def switched(on):
 
 # ---- attention of hybrid models ----------------------------------------------------------------------------------------
 @contextmanager
-def attention():
-    """Lets FLA's attention layer run where the package flash_attn, which it requires, is missing: by torch's own attention."""
+def attention() -> Iterator[None]:
+    """Within it, FLA's attention layer runs also without the package flash_attn: then on torch's own attention."""
     from fla.layers import attn
 
     if attn.flash_attn_func is not None:
@@ -109,23 +117,29 @@ def attention():
         yield
 
 
-def causal_attention(q, k, v, **options):
-    """flash_attn_func: q [B, T, H, D], k and v [B, S, HK, D], the last tokens of both at the same time -> [B, T, H, D].
+def causal_attention(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", **options: Any) -> "torch.Tensor":
+    """flash_attn_func: q [B, T, H, D], k and v [B, S, HK, D] -> [B, T, H, D]; the last query sees the last key.
 
-    options: causal=True, and a window_size that leaves everything in sight.
+    options: causal=True, and a window_size that hides nothing; neither is looked at.
     """
     import torch
 
     queries, keys = q.shape[1], k.shape[1]
     seen = None if queries == keys else torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, is_causal=seen is None, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True).transpose(1, 2)
 
 
-def packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
-    """flash_attn_varlen_func: the same for sequences behind each other in q [tokens, H, D], k and v [keys, HK, D]."""
+def packed_attention(
+    q: "torch.Tensor",
+    k: "torch.Tensor",
+    v: "torch.Tensor",
+    cu_seqlens_q: "torch.Tensor",
+    cu_seqlens_k: "torch.Tensor",
+    **options: Any,
+) -> "torch.Tensor":
+    """flash_attn_varlen_func: the same for sequences one after the other in q [tokens, H, D], k and v [keys, HK, D]."""
     import torch
 
     lengths = [offsets.diff().tolist() for offsets in (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)]

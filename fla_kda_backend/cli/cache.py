@@ -1,13 +1,19 @@
-"""`fla-kda cache`: what compiled kernels there are, whether they are whole, and an end to them."""
+"""`fla-kda cache`: list the compiled kernels, verify that they are whole, or remove them."""
 
+import argparse
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ._table import table
 
+if TYPE_CHECKING:
+    from ..compiling.disk import StoredKernel
 
-def add_parser(subparsers):
+
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("cache", help="list, verify or clear the compiled kernels")
     parser.add_argument("--dir", type=Path, help="the directory (default: the cache directory)")
     what = parser.add_mutually_exclusive_group()
@@ -16,7 +22,7 @@ def add_parser(subparsers):
     parser.set_defaults(run=run)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     from .. import config
     from ..compiling import disk
 
@@ -29,33 +35,31 @@ def run(args):
         if args.clear:
             print(f"{directory.clear()} kernels removed from {folder}")
             return 0
-        entries = directory.entries()
+        kernels = directory.stored()
     except (OSError, disk.Unusable) as error:
         print(f"fla-kda cache: {folder}: {error}", file=sys.stderr)
         return 1
-    print("\n".join(lines(entries)))
-    size = sum(entry.size for entry in entries)
-    print(f"{len(entries)} kernels, {size / 2**20:.1f} of {config.CACHE_MIB.get()} MiB, in {folder}")
-    bad = [entry for entry in entries if entry.problem is not None and not entry.problem.startswith("stale")]
+    print("\n".join(lines(kernels)))
+    size = sum(kernel.size for kernel in kernels)
+    print(f"{len(kernels)} kernels, {size / 2**20:.1f} of {config.CACHE_MIB.get()} MiB, in {folder}")
+    bad = [kernel for kernel in kernels if kernel.problem not in (None, disk.STALE)]
     return 1 if args.verify and bad else 0
 
 
-def lines(entries):
-    """A table of disk.Entry."""
+def lines(kernels: Iterable["StoredKernel"]) -> list[str]:
+    """Lines of a table, one row per kernel."""
     rows = []
-    for entry in entries:
-        about = entry.description
-        kernel, arch, options, dsl = "?", "?", entry.path.name, "?"
-        if about is not None:
-            kernel, arch, dsl = about["family"], about["arch"], about.get("dsl")
-            options = " ".join(f"{name}={value}" for name, value in about["options"])
-        size, state = f"{entry.size / 1024:.0f} KiB", entry.problem or "ok"
-        rows.append((kernel, arch, age(time.time() - entry.used), dsl, size, state, options))
+    for kernel in kernels:
+        about, spec = kernel.description or {}, kernel.spec
+        options = kernel.path.name if spec is None else " ".join(f"{name}={value}" for name, value in spec.options)
+        size, used = f"{kernel.size / 1024:.0f} KiB", age(time.time() - kernel.used)
+        described = [about.get(name, "?") for name in ("family", "arch", "dsl")]
+        rows.append((*described[:2], used, described[2], size, kernel.problem or "ok", options))
     return table(("kernel", "arch", "used", "DSL", "size", "state", "options"), rows)
 
 
-def age(seconds):
-    """Roughly: the largest unit that fits."""
+def age(seconds: float) -> str:
+    """In the largest unit that fits."""
     for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {name} ago"

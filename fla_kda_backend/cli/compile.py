@@ -1,23 +1,30 @@
-"""`fla-kda compile`: fill a directory with compiled kernels, on any machine with the CuTe DSL; a GPU is not needed.
+"""`fla-kda compile`: fill a directory with compiled kernels, on any machine with the CuTe DSL and a C compiler, without a GPU.
 
-Without --for: what FLA's KDA layers with a bounded gate call (see _calls.USUAL, SEQUENCES, STATES and OFFSETS), whatever
-their number of heads: in auto and exact mode, with int32, int64 or no cu_seqlens, with and without initial and final state,
-from one long sequence to many short ones. Not among them: calls that would need more than 2 GiB of workspace.
+Without --for, these are the kernels that FLA's KDA layers with a bounded gate call, whatever their number of heads: in auto
+and exact mode, with int32, int64 or no cu_seqlens, with and without initial and final state, from one long sequence to many
+short ones (_calls.USUAL, SEQUENCES, STATES and OFFSETS). Calls that need more than 2 GiB of workspace are not among them.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..compiling import KernelSpec
+    from ..compiling.disk import Directory
 
 SM_COUNTS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 160, "sm_120a": 188}  # of H100 SXM and H200, B200, B300, RTX PRO 6000
 
 
-def add_parser(subparsers):
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("compile", help="compile kernels into a directory; needs no GPU")
     parser.add_argument("--arch", default="sm_90a", help=f"one or more of {','.join(SM_COUNTS)} (default: sm_90a)")
     parser.add_argument("--out", type=Path, help="the directory (default: the cache directory)")
@@ -29,9 +36,9 @@ def add_parser(subparsers):
     parser.set_defaults(run=run)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     from .. import config
-    from ..compiling import disk
+    from ..compiling import disk, linking
 
     archs = list(dict.fromkeys(args.arch.split(",")))
     folder = args.out or config.cache_dir()
@@ -49,16 +56,21 @@ def run(args):
         return 0
     missing = [spec for spec in specs if not _there(directory, spec)]
     print(f"{len(specs)} kernels, {len(specs) - len(missing)} of them in {folder} already", flush=True)
+    if missing and (lacking := linking.missing()) is not None:
+        return _stop(f"nothing can be linked here, set CC to a C compiler that can: {' '.join(lacking.split())}")
     failed = compile_all(missing, folder, args.jobs) if missing else 0
-    size = sum(entry.size for entry in directory.entries())
+    size = sum(kernel.size for kernel in directory.stored())
     print(f"{len(specs) - failed} of {len(specs)} kernels are in {folder}, {size / 2**20:.0f} MiB in all")
     return 1 if failed or not specs else 0
 
 
-def needed_specs(archs, args):
-    """The specs of all archs, in order; what is declined is told."""
+def needed_specs(archs: Sequence[str], args: argparse.Namespace) -> list["KernelSpec"]:
+    """The specs of all archs, in order. Prints which calls are declined."""
     from . import _calls
 
+    layers: tuple[_calls.Layer, ...]
+    sequences: tuple[tuple[int, int], ...]
+    modes: tuple[str, ...]
     if args.model is None:
         layers, sequences, modes = _calls.USUAL, _calls.SEQUENCES, ("auto", "exact")
     else:
@@ -69,7 +81,8 @@ def needed_specs(archs, args):
         modes = ("auto",)
     if args.mode is not None:
         modes = ("auto", "exact") if args.mode == "all" else (args.mode,)
-    specs, arguments = [], [call for layer in layers for call in _calls.calls(layer, sequences)]
+    specs: list[KernelSpec] = []
+    arguments = [call for layer in layers for call in _calls.calls(layer, sequences)]
     for arch in archs:
         found, refusals = _calls.specs_of(arguments, arch, args.sms or SM_COUNTS[arch], modes)
         specs += found
@@ -78,35 +91,37 @@ def needed_specs(archs, args):
     return specs
 
 
-def compile_all(specs, folder, jobs):
-    """Compile in processes of their own, at most `jobs` at once, one arch each; how many failed."""
-    groups = {}
+def compile_all(specs: Sequence["KernelSpec"], folder: Path, jobs: int) -> int:
+    """Compile in at most `jobs` processes at once, each for one arch; how many kernels failed."""
+    groups: dict[str, list[KernelSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.arch, []).append(spec)
     parts = max(1, jobs // len(groups))
     shares = [share for group in groups.values() for part in range(parts) if (share := group[part::parts])]
-    telling = threading.Lock()
-    done = [0]
+    printing = threading.Lock()
+    done = 0
 
-    def tell(spec, seconds, failure):
-        with telling:
-            done[0] += 1
+    def tell(spec: "KernelSpec", seconds: float, failure: str | None) -> None:
+        nonlocal done
+        with printing:
+            done += 1
             text = f"FAILED: {failure}" if failure else f"{seconds:.1f} s"
-            print(f"[{done[0]}/{len(specs)}] {spec}: {text}", flush=True)
+            print(f"[{done}/{len(specs)}] {spec}: {text}", flush=True)
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         return sum(pool.map(lambda share: _compile_share(share, folder, tell), shares))
 
 
-def _compile_share(specs, folder, tell):
-    """One process for specs of one arch; how many failed, all that are left where the process dies."""
+def _compile_share(specs: Sequence["KernelSpec"], folder: Path, tell: Callable[..., None]) -> int:
+    """Compile specs of one arch in one process; how many failed. Where the process dies, all that are left have failed."""
     environment = {**os.environ, "CUTE_DSL_ARCH": specs[0].arch}
     command = [sys.executable, "-m", "fla_kda_backend.compiling", str(folder)]
     failed, begin = 0, time.perf_counter()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
         for spec in specs:
             try:
-                process.stdin.write(json.dumps(spec) + "\n")
+                process.stdin.write(json.dumps(spec.to_dict()) + "\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
             except BrokenPipeError:
@@ -121,7 +136,7 @@ def _compile_share(specs, folder, tell):
     return failed
 
 
-def _there(directory, spec):
+def _there(directory: "Directory", spec: "KernelSpec") -> bool:
     from ..compiling.disk import Unusable
 
     try:
@@ -131,6 +146,6 @@ def _there(directory, spec):
         return False
 
 
-def _stop(text):
+def _stop(text: str) -> int:
     print(f"fla-kda compile: {text}", file=sys.stderr)
     return 2

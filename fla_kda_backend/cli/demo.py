@@ -1,35 +1,43 @@
 """`fla-kda demo`: chunk_kda through FLA on these kernels and without them, both checked against double precision.
 
-With --model: the prefill of a whole model of FLA, on these kernels and without them, its logits compared.
+With --model: the prefill of a whole model of FLA on these kernels and without them, with the logits compared.
 Without a GPU that the kernels run on: compile them all the same, check the reference, show what the rules decide.
 """
 
+import argparse
 import statistics
 import time
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from . import _models
 from ._table import decisions, table
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..facts import Facts
+
 TOKENS, HEADS = 8192, 32  # a Kimi Linear layer's heads, one sequence
-CHECKED_HEADS = (0, HEADS - 1)  # double precision takes seconds a head
+CHECKED_HEADS = (0, HEADS - 1)  # double precision takes seconds per head
 ROUNDS = 20
 MODEL_ROUNDS = 10
-# Relative error on such inputs is about 6e-3 with a bf16 state; an error in the arithmetic shows as 0.1 and more.
+# The relative error of such inputs is about 6e-3 with a bf16 state; an error in the arithmetic shows as 0.1 and more.
 LIMIT = 1.5e-2
-# Between the logits of a model in bf16 on two right implementations, about 2.5e-2; a kernel that is off by 0.05 gives 0.13.
+# The logits of a bf16 model on two right implementations differ by about 2.5e-2; a kernel with an error of 0.05 gives 0.13.
 MODEL_LIMIT = 8e-2
 IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
 
 
-def add_parser(subparsers):
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("demo", help="run, check and time a call, or a model, with and without this backend")
     models = "; ".join(f"{name}: {what}" for name, what in _models.MODELS.items())
     parser.add_argument("--model", choices=_models.MODELS, help=f"prefill a whole model of random weights. {models}")
     parser.set_defaults(run=run)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import eligibility, facts
@@ -59,7 +67,7 @@ def run(args):
     return 0 if checks.failed == 0 else 1
 
 
-def check_registration(checks):
+def check_registration(checks: "Checks") -> None:
     import torch  # noqa: F401
 
     from .. import _autoload, register
@@ -67,7 +75,7 @@ def check_registration(checks):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FLA's, about a machine without a GPU
         import fla.ops.kda  # noqa: F401
-    register()  # nothing new, unless torch's autoload is switched off
+    register()  # does nothing, unless torch's autoload is switched off
     state, detail = _autoload.status()
     checks(state == "registered", f"FLA's chunk_kda: {state}; {detail}")
     print()
@@ -76,23 +84,23 @@ def check_registration(checks):
 class Checks:
     """Prints checks as they are made, and counts those that do not hold."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.failed = 0
 
-    def __call__(self, holds, text):
+    def __call__(self, holds: bool, text: str) -> None:
         self.failed += not holds
         print(f"  {'ok  ' if holds else 'FAIL'}  {text}")
 
-    def close(self, name, found, exact):
+    def close(self, name: str, found: "torch.Tensor", exact: "torch.Tensor") -> None:
         error = relative_error(found, exact)
         self(error <= LIMIT, f"{name}: relative error {error:.1e} against double precision, limit {LIMIT:.1e}")
 
 
-def relative_error(found, exact):
+def relative_error(found: "torch.Tensor", exact: "torch.Tensor") -> float:
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def on_gpu(device, checks):
+def on_gpu(device: "torch.device", checks: Checks) -> None:
     import torch
     from fla.ops.kda import chunk_kda
 
@@ -103,7 +111,7 @@ def on_gpu(device, checks):
     call = selfcheck.case(device, lengths=(TOKENS,), heads=HEADS)
     del call["cu_seqlens"]
 
-    def chunk(on):
+    def chunk(on: bool) -> Any:
         with _models.switched(on):
             return chunk_kda(**call)
 
@@ -124,7 +132,7 @@ def on_gpu(device, checks):
     print_log(dispatch_log)
 
 
-def few_heads(call):
+def few_heads(call: dict[str, Any]) -> dict[str, Any]:
     """The call with CHECKED_HEADS only; no head depends on another."""
     heads = list(CHECKED_HEADS)
     few = {name: call[name][:, :, heads] for name in ("q", "k", "v", "g", "beta")}
@@ -134,7 +142,7 @@ def few_heads(call):
     return {**call, **few}
 
 
-def model_on_gpu(device, name, checks):
+def model_on_gpu(device: "torch.device", name: str, checks: Checks) -> None:
     """Prefill of a whole model, on these kernels and without them."""
     import torch
 
@@ -147,7 +155,7 @@ def model_on_gpu(device, name, checks):
     print(f"{name}: {_models.MODELS[name]}; {shape.num_hidden_layers} layers, {heads}, hidden size {shape.hidden_size}\n")
     ids = _models.random_tokens(shape, device, tokens=TOKENS)
 
-    def prefill(on, logits_to_keep=1):  # one, as before generating
+    def prefill(on: bool, logits_to_keep: int = 1) -> Any:  # one, as before generating
         with _models.switched(on):
             return model(ids, use_cache=True, logits_to_keep=logits_to_keep).logits
 
@@ -167,11 +175,11 @@ def model_on_gpu(device, name, checks):
     print_log(dispatch_log)
 
 
-def interleaved_times(run, device, rounds):
-    """Median microseconds of eager run(True), run(False), alternating, after three of each."""
+def interleaved_times(run: Callable[[bool], Any], device: "torch.device", rounds: int) -> tuple[float, float]:
+    """Median microseconds of run(True) and of run(False), eager and in turns, after three of each."""
     import torch
 
-    times = {True: [], False: []}
+    times: dict[bool, list[float]] = {True: [], False: []}
     with torch.cuda.device(device):
         for round_number in range(-3, rounds):
             for on, measured in times.items():
@@ -186,29 +194,30 @@ def interleaved_times(run, device, rounds):
     return statistics.median(times[True]), statistics.median(times[False])
 
 
-def print_times(what, ours, theirs):
+def print_times(what: str, ours: float, theirs: float) -> None:
     rows = [("kda_cute", f"{ours:.0f}", ""), ("without", f"{theirs:.0f}", f"{theirs / ours:.2f}x as long")]
     print("\n" + "\n".join(table((what, "median us", ""), rows)))
 
 
-def print_log(dispatch_log):
+def print_log(dispatch_log: Any) -> None:
     print("\ndispatch log:")
     print("\n".join(decisions(dispatch_log.summary())), end="\n\n")
 
 
-def compile_kernels(checks):
+def compile_kernels(checks: Checks) -> None:
     from .. import compiling
 
     for spec in compiling.specs_for_demo():
         start = time.perf_counter()
         artifact = compiling.build(spec)
         took = time.perf_counter() - start
-        whole = artifact.cubin[:4] == b"\x7fELF" and f".target {spec.arch}" in artifact.ptx
-        checks(whole, f"compiled {spec}: {len(artifact.cubin)} bytes in {took:.1f} s")
+        cubin, ptx = artifact.cubin or b"", artifact.ptx or ""
+        whole = cubin[:4] == b"\x7fELF" and f".target {spec.arch}" in ptx
+        checks(whole, f"compiled {spec}: {len(cubin)} bytes in {took:.1f} s")
     print()
 
 
-def check_reference(checks):
+def check_reference(checks: Checks) -> None:
     from .. import selfcheck
     from ..reference import exact, gold
 
@@ -223,7 +232,7 @@ def check_reference(checks):
     print()
 
 
-def show_rules(checks):
+def show_rules(checks: Checks) -> None:
     import torch
 
     from .. import eligibility
@@ -231,7 +240,7 @@ def show_rules(checks):
     known = h200()
     a100 = known._replace(capability=(8, 0), sm_count=108)
     queries = (1, TOKENS, HEADS, 128)
-    cases = (
+    cases: tuple[tuple[str, Facts, dict[str, Any], str], ...] = (
         ("prefill", known, {}, "accepted"),
         ("8 packed sequences", known, {"cu_seqlens": meta(9, dtype=torch.int32)}, "accepted"),
         ("unbounded gate", known, {"safe_gate": False, "lower_bound": None}, "accepted"),
@@ -244,7 +253,7 @@ def show_rules(checks):
     )
     prefill = _models.layer_calls(_models.config("kda-safe", layers=1, heads=HEADS), TOKENS)[0]
     print("What the rules decide, on an H200 where nothing else is said:")
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for name, facts, changes, expected in cases:
         rows.append((name, *decided({**prefill, **changes}, facts)))
         if rows[-1][2] != expected:
@@ -252,8 +261,8 @@ def show_rules(checks):
     print("\n".join(table(("call", "decision", "code", "kernel, or why not"), rows)), end="\n\n")
 
 
-def show_layers(name, checks):
-    """What the rules decide for each layer's own call, in a prefill on an H200."""
+def show_layers(name: str, checks: Checks) -> None:
+    """What the rules decide about each layer's own call, in a prefill on an H200."""
     calls = _models.layer_calls(_models.config(name), TOKENS)
     print(f"{name}: {_models.MODELS[name]}; its layers' calls in a prefill of {TOKENS} tokens, on an H200:")
     rows = [(layer, *decided(call, h200())) for layer, call in calls.items()]
@@ -261,11 +270,12 @@ def show_layers(name, checks):
     checks(all(row[1] == "accepted" for row in rows), f"each of the {len(rows)} KDA layers' calls is accepted")
 
 
-def decided(arguments, facts):
+def decided(arguments: dict[str, Any], facts: "Facts") -> tuple[str, str, str]:
     """(decision, code, kernel or why not) on a call of chunk_kda."""
     from .. import eligibility, planning
+    from ..call import parse
 
-    call = eligibility.parse((), arguments)
+    call = parse((), arguments)
     accepted, code, message = eligibility.check(call, facts)
     if not accepted:
         return "declined", code, message
@@ -273,13 +283,13 @@ def decided(arguments, facts):
     return "accepted", code, " ".join([plan.kernel, *(f"{key}={value}" for key, value in plan.params.items())])
 
 
-def h200():
+def h200() -> "Facts":
     from ..facts import Facts
 
     return Facts(capability=(9, 0), sm_count=132, grad_enabled=False, inference_mode=False, mode="auto", untested=True)
 
 
-def meta(*shape, dtype=None):
+def meta(*shape: int, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
     import torch
 
     return torch.empty(*shape, dtype=dtype or torch.bfloat16, device="meta")

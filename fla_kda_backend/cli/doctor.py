@@ -1,8 +1,9 @@
-"""`fla-kda doctor`: what is installed, what GPU there is, whether FLA asks us, what the switches say.
+"""`fla-kda doctor`: what is installed, which GPUs there are, whether FLA asks us, how the switches are set.
 
-Every probe is guarded, so that something is printed whatever is broken.
+Every probe is guarded, so that the others are printed whatever is broken.
 """
 
+import argparse
 import ctypes
 import importlib
 import importlib.metadata
@@ -10,6 +11,11 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config import Variable
 
 PACKAGES = (
     "fla-kda-backend",
@@ -25,21 +31,21 @@ PACKAGES = (
 )
 
 
-def add_parser(subparsers):
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="versions, GPU, registration, switches, cache")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     report = examine()
     print(json.dumps(report, indent=2, default=str) if args.json else "\n".join(text(report)))
     return 0
 
 
-def examine():
-    """A dict with one entry a probe; one that raised is {"error": ...}."""
-    report = {}
+def examine() -> dict[str, Any]:
+    """What each probe found, by its name; {"error": ...} where one raised."""
+    report: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for probe in (versions, gpus, cuda_match, registration, switches, cache):
@@ -50,20 +56,21 @@ def examine():
     return report
 
 
-def text(report):
+def text(report: dict[str, Any]) -> Iterator[str]:
+    """The lines of examine()'s report."""
     for name, found in report.items():
         yield f"{name.replace('_', ' ')}:"
-        entries = found if isinstance(found, list) else [found]
-        for entry in entries or ["none"]:
-            if not isinstance(entry, dict):
-                yield f"  {entry}"
+        parts = found if isinstance(found, list) else [found]
+        for part in parts or ["none"]:
+            if not isinstance(part, dict):
+                yield f"  {part}"
                 continue
-            width = max(map(len, entry), default=0)
-            yield from (f"  {key.ljust(width)}  {'-' if value is None else value}" for key, value in entry.items())
+            width = max(map(len, part), default=0)
+            yield from (f"  {key.ljust(width)}  {'-' if value is None else value}" for key, value in part.items())
 
 
-def versions():
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -72,7 +79,7 @@ def versions():
     return found
 
 
-def gpus():
+def gpus() -> list[dict[str, Any]]:
     import torch
 
     from .. import eligibility
@@ -84,9 +91,7 @@ def gpus():
         if torch.version.hip is not None or capability not in eligibility.RUN + eligibility.COMPILED_ONLY:
             support = "not supported: every call is left to FLA"
         else:
-            support = (
-                "runs" if capability in eligibility.RUN else "compiled only: checked against FLA at the first call"
-            )
+            support = "runs" if capability in eligibility.RUN else "compiled only: checked against FLA at the first call"
         found.append(
             {
                 "device": f"cuda:{index}",
@@ -99,11 +104,12 @@ def gpus():
     return found
 
 
-def cuda_match():
-    """Torch's CUDA, the driver's, and the CUDA that the DSL's libraries are for."""
+def cuda_match() -> dict[str, str | None]:
+    """CUDA's version in torch, in the driver, and in the DSL's libraries."""
     import torch
 
-    installed = [name[-2:] for name in PACKAGES if "libs-cu" in name and versions()[name]]
+    packages = versions()
+    installed = [name[-2:] for name in PACKAGES if "libs-cu" in name and packages[name]]
     cuda = torch.version.cuda
     if cuda is None:
         verdict = "torch is built without CUDA: no kernel can run"
@@ -114,7 +120,7 @@ def cuda_match():
     return {"torch": cuda, "driver": driver_cuda(), "dsl libraries": ", ".join(installed) or None, "verdict": verdict}
 
 
-def driver_cuda():
+def driver_cuda() -> str | None:
     try:
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -123,8 +129,8 @@ def driver_cuda():
         return None
 
 
-def registration():
-    """The state in this process before and after FLA's KDA is imported."""
+def registration() -> dict[str, str]:
+    """The state in this process before and after the import of FLA's KDA."""
     import torch  # noqa: F401
 
     from .. import _autoload
@@ -135,7 +141,7 @@ def registration():
     return {"after import torch": before, "after import fla.ops.kda": state, "detail": detail}
 
 
-def switches():
+def switches() -> dict[str, str]:
     from .. import config
 
     found = {variable.name: shown(variable) for variable in config.VARIABLES}
@@ -144,7 +150,7 @@ def switches():
     return found
 
 
-def shown(variable):
+def shown(variable: "Variable") -> str:
     raw = os.environ.get(variable.name)
     value = variable.get()
     if variable.choices is not None:
@@ -152,37 +158,37 @@ def shown(variable):
     return f"{'not set' if value is None else value} ({'default' if raw is None else f'set to {raw!r}'})"
 
 
-def cache():
+def cache() -> dict[str, Any]:
     from .. import config
     from ..compiling import disk
 
     folder = config.cache_dir()
-    found = {"folder": "off" if folder is None else str(folder), "compiling": how_compiled()}
+    found: dict[str, Any] = {"folder": "off" if folder is None else str(folder), "compiling": how_compiled()}
     if folder is None:
         return found
     found["limit"] = f"{config.CACHE_MIB.get()} MiB"
     found["writable"] = os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK)
     try:
-        entries = disk.Directory(folder).entries()
+        kernels = disk.Directory(folder).stored()
     except (OSError, disk.Unusable) as error:
         return {**found, "not used": str(error)}
-    found["kernels"], found["bytes"] = len(entries), sum(entry.size for entry in entries)
-    usable = [entry for entry in entries if entry.problem is None]
-    found["for"] = ", ".join(sorted({f"{e.description['arch']} by DSL {e.description['dsl']}" for e in usable})) or None
-    found["not usable"] = len(entries) - len(usable)
+    found["kernels"], found["bytes"] = len(kernels), sum(kernel.size for kernel in kernels)
+    usable = [kernel.description for kernel in kernels if kernel.problem is None and kernel.description is not None]
+    found["for"] = ", ".join(sorted({f"{about['arch']} by DSL {about['dsl']}" for about in usable})) or None
+    found["not usable"] = len(kernels) - len(usable)
     return found
 
 
-def how_compiled():
-    """What happens here to a kernel that is not in the cache, and in what form it is kept."""
+def how_compiled() -> str:
+    """What happens here to a kernel that the cache does not hold, and in what form it is kept."""
     from .. import config
     from ..compiling import linking, spec
 
     if spec.dsl_version() is None:
-        return "no CuTe DSL here: runs what the folder holds, as linked modules loaded by tvm-ffi; other calls are left to FLA"
+        return "no CuTe DSL here: runs the kernels in the folder, which tvm-ffi loads; other calls are left to FLA"
     lacking = linking.missing()
     if lacking is not None:
-        return f"in each process, in memory: nothing can be linked: {lacking}"
+        return f"in each process, in memory, because nothing can be linked here: {lacking}"
     if config.cache_dir() is None:
         return "in each process, in memory"
     return f"once, into the folder, linked by {linking.name_of(linking.linker())} and loaded by tvm-ffi"

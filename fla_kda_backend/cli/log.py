@@ -1,19 +1,22 @@
 """`fla-kda log FILE`: what a file written under FLA_KDA_CUTE_LOG says, as a table."""
 
+import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 from ._table import decisions
 
 
-def add_parser(subparsers):
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("log", help="table of the decisions in a file written under FLA_KDA_CUTE_LOG")
     parser.add_argument("file")
     parser.set_defaults(run=run)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     try:
         with open(args.file, encoding="utf-8", errors="replace") as lines:
             counts, unreadable = count(lines)
@@ -26,14 +29,15 @@ def run(args):
     return 0
 
 
-def count(lines):
+def count(lines: Iterable[str]) -> tuple[Counter[tuple[Any, ...]], int]:
     """(Counter of (outcome, code, message, kernel, params), number of lines that are no decision)."""
-    counts, unreadable = Counter(), 0
+    counts: Counter[tuple[Any, ...]] = Counter()
+    unreadable = 0
     for line in lines:
         try:
-            entry = json.loads(line)
-            params = tuple((name, str(value)) for name, value in entry["params"].items())
-            counts[entry["outcome"], entry["code"], entry["message"], entry["kernel"], params] += 1
+            record = json.loads(line)
+            params = tuple((name, str(value)) for name, value in record["params"].items())
+            counts[record["outcome"], record["code"], record["message"], record["kernel"], params] += 1
         except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1
     return counts, unreadable

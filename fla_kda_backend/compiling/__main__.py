@@ -1,7 +1,7 @@
 """`python -m fla_kda_backend.compiling DIR`: compile the variants that standard input names, for one architecture.
 
-Each line of input is a JSON list [family, arch, options]; each line of output tells what became of one, in their order. A
-process of its own for each architecture, because the DSL takes its target at import.
+Each line of input is a KernelSpec.to_dict() in JSON. Each line of output tells, in the same order, what became of one:
+{"seconds": .., "failure": a text or null}. There is one process per architecture, because the DSL takes its target at import.
 """
 
 import json
@@ -12,12 +12,12 @@ from .builder import export
 from .spec import KernelSpec
 
 
-def main(folder):
+def main(folder: str) -> None:
+    failure: str | None
     for line in sys.stdin:
-        family, arch, options = json.loads(line)
         begin = time.perf_counter()
         try:
-            export(KernelSpec.of(family, arch, **dict(options)), folder)
+            export(KernelSpec.from_dict(json.loads(line)), folder)
             failure = None
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"

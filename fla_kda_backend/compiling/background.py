@@ -1,4 +1,7 @@
-"""Compile kernels in a thread of their own, while calls run elsewhere. What fails there fails for the calls, in library."""
+"""Compile kernels in a thread of their own, while calls run elsewhere.
+
+A kernel that fails to compile there is kept as failed by `library`, so the calls that need it fail at once.
+"""
 
 import atexit
 import logging
@@ -6,22 +9,23 @@ import os
 import threading
 
 from . import library
+from .spec import KernelSpec
 
 logger = logging.getLogger("fla_kda_backend")
 
-PATIENCE = 10  # seconds that a process waits at its end: the compiler is not to be torn down at work
+PATIENCE = 10  # seconds that a process waits at its end: the interpreter must not be torn down under the compiler
 
 _lock = threading.Lock()
-_waiting: dict = {}  # specs, in the order in which they were asked for; the first one is at work
-_worker = None
+_waiting: dict[KernelSpec, None] = {}  # in the order in which they were asked for; the first one is being compiled
+_worker: threading.Thread | None = None
 
 
-def ready(spec):
-    """Whether launcher(spec) returns or raises without compiling; if not, it is compiled meanwhile."""
+def ready(spec: KernelSpec) -> bool:
+    """Whether library.launcher(spec) returns or raises without compiling; if not, the compilation is begun here."""
     return spec in library._functions or (spec not in _waiting and library.at_hand(spec)) or _start(spec)
 
 
-def _start(spec):
+def _start(spec: KernelSpec) -> bool:
     global _worker
     with _lock:
         _waiting.setdefault(spec)
@@ -31,7 +35,7 @@ def _start(spec):
     return False
 
 
-def _work():
+def _work() -> None:
     global _worker
     while True:
         with _lock:
@@ -42,14 +46,14 @@ def _work():
         try:
             library.launcher(spec)
             logger.info("compiled in the background: %s", spec)
-        except Exception as error:  # kept, and told by the calls that need it
+        except Exception as error:  # library keeps it, and the calls that need the kernel report it
             logger.debug("background compilation failed: %r", error)
         with _lock:
             _waiting.pop(spec, None)
 
 
-def _finish():
-    """Let the compilation at work end, and begin no other."""
+def _finish() -> None:
+    """Let the running compilation end, and begin no other."""
     with _lock:
         worker = _worker
         first = next(iter(_waiting), None)
@@ -60,8 +64,8 @@ def _finish():
         worker.join(PATIENCE)
 
 
-def _after_fork():
-    """The child has no such thread; what was waiting is asked for again by its calls."""
+def _after_fork() -> None:
+    """The child has no such thread; its calls ask again for what was waiting."""
     global _lock, _worker
     _lock, _worker = threading.Lock(), None
     _waiting.clear()

@@ -1,31 +1,33 @@
-"""Compile a spec with the CuTe DSL. The only module outside kernels/ that imports the DSL; needs no GPU."""
+"""Compile a spec with the CuTe DSL; needs no GPU. The only module outside kernels/ that imports the DSL."""
 
 import importlib
 import os
 import tempfile
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..kernels import arguments
 from ..kernels.families import FAMILIES
 from . import linking
 from .disk import Directory
+from .spec import KernelSpec
 
 _one_at_a_time = threading.RLock()  # the DSL's tracer keeps global state
 
 
 class Artifact(NamedTuple):
-    """`function` launches with the kernel's arguments and the stream's handle; cubin and ptx only where asked for."""
+    """A compiled spec; cubin and ptx only where asked for."""
 
-    function: Any
+    function: Any  # called with the family's Arguments and the stream's handle
     cubin: bytes | None
     ptx: str | None
-    smem_bytes: dict[str, int]  # dynamic shared memory by kernel class
+    smem_bytes: dict[str, int]  # dynamic shared memory per kernel class
 
 
-def build(spec, keep=True):
-    """Trace and compile; about a second. `keep`: return the cubin and PTX too."""
-    # The DSL takes its target from the environment at import, and serves one target a process.
+def build(spec: KernelSpec, keep: bool = True) -> Artifact:
+    """Trace and compile; takes about a second. `keep`: return the cubin and PTX too."""
+    # The DSL takes its target from the environment at import, and serves one target per process.
     chosen = os.environ.setdefault("CUTE_DSL_ARCH", spec.arch)
     if chosen != spec.arch:
         raise RuntimeError(f"this process compiles for {chosen} (CUTE_DSL_ARCH), not for {spec.arch}")
@@ -49,17 +51,12 @@ def build(spec, keep=True):
             if keep:
                 options += f" --keep-ptx --keep-cubin --dump-dir {folder}"
             function = cute.compile(kernel, *placeholders, make_fake_stream(), options=options)
-            artifacts = function.artifacts if keep else None
-            return Artifact(
-                function,
-                artifacts.CUBIN if keep else None,
-                artifacts.PTX if keep else None,
-                kernel.smem_bytes(),
-            )
+            cubin, ptx = (function.artifacts.CUBIN, function.artifacts.PTX) if keep else (None, None)
+            return Artifact(function, cubin, ptx, kernel.smem_bytes())
 
 
-def link(spec, function):
-    """(bytes, the linker's name) of a library with build(spec).function; raises linking.Unlinkable."""
+def link(function: Any) -> tuple[bytes, str]:
+    """(bytes, the linker's name) of a library with an Artifact's function; raises linking.Unlinkable."""
     linker = linking.linker()
     with tempfile.TemporaryDirectory() as scratch:
         with _one_at_a_time:
@@ -67,14 +64,14 @@ def link(spec, function):
         return linking.link(f"{scratch}/kernel.o", scratch, linker).read_bytes(), linking.name_of(linker)
 
 
-def export(spec, folder):
-    """Compile and link into folder / spec.file_name, whatever is there already; its Path. Needs no GPU."""
-    library, linked_by = link(spec, build(spec, keep=False).function)
+def export(spec: KernelSpec, folder: str | Path) -> Path:
+    """Compile and link into folder / spec.file_name, and replace what is there already; its Path. Needs no GPU."""
+    library, linked_by = link(build(spec, keep=False).function)
     return Directory(folder).add(spec, library, linked_by=linked_by)
 
 
-def _after_fork():
-    # A thread of the parent may have held it.
+def _after_fork() -> None:
+    # A thread of the parent may have held the lock.
     global _one_at_a_time
     _one_at_a_time = threading.RLock()
 

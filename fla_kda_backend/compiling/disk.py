@@ -1,7 +1,7 @@
 """A directory of compiled kernels: one file each, checked before anything in it is run, safe to share and to lose.
 
-A file is a linked library, which ignores what follows it: a description in JSON, the sha256 of both, and their sizes.
-Files are written beside and renamed, so a reader finds a whole one or none, and never changed afterwards.
+A file is a linked library and, behind it, where the loader does not look: a description in JSON, the sha256 of both, and
+their sizes. A file is written under another name, renamed, and never changed afterwards: a reader finds a whole one or none.
 """
 
 import contextlib
@@ -13,13 +13,14 @@ import stat
 import struct
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .spec import KernelSpec, dsl_version
 
 MAGIC = b"flakda1\n"
-TRAILER = struct.Struct("<32sQQ8s")  # sha256 of what is before, bytes of library, bytes of description, MAGIC
+TRAILER = struct.Struct("<32sQQ8s")  # sha256 of everything before, bytes of library, bytes of description, MAGIC
 SUFFIX = ".so"
 DAY = 86400
 STALE = "stale: of another version of this package"
@@ -27,32 +28,36 @@ FILE_MODE, FOLDER_MODE = 0o644, 0o755
 
 
 class Unusable(Exception):
-    """Why a directory or a file of it is not used."""
+    """Why a directory, or a file in it, is not used."""
 
 
-class Entry(NamedTuple):
-    """A file of the directory. `description` is None where it is none of ours or is not whole; `problem` says what is wrong."""
+class StoredKernel(NamedTuple):
+    """A file of the directory."""
 
     path: Path
-    size: int
+    size: int  # bytes
     used: float  # seconds since the epoch
-    description: dict | None
-    problem: str | None
+    description: dict[str, Any] | None  # None: the file is none of ours, or not whole
+    problem: str | None  # why it is not used
 
     @property
-    def spec(self):
-        family, arch, options = (self.description[name] for name in ("family", "arch", "options"))
-        return KernelSpec.of(family, arch, **dict(options))
+    def spec(self) -> KernelSpec | None:
+        """None where there is no description, or this version has no such kernel."""
+        if self.description is None:
+            return None
+        try:
+            return KernelSpec.from_dict(self.description)
+        except ValueError:
+            return None
 
 
-def pack(library, spec, **more):
-    """The bytes of spec's file around a linked library."""
-    about = {"family": spec.family, "arch": spec.arch, "options": spec.options, "key": spec.key, **more}
-    content = library + (description := json.dumps(about).encode())
+def pack(library: bytes, spec: KernelSpec, **more: Any) -> bytes:
+    """The bytes of spec's file around a linked library; `more` goes into the description."""
+    content = library + (description := json.dumps({**spec.to_dict(), "key": spec.key, **more}).encode())
     return content + TRAILER.pack(hashlib.sha256(content).digest(), len(library), len(description), MAGIC)
 
 
-def unpack(content):
+def unpack(content: bytes) -> tuple[memoryview, dict[str, Any]]:
     """(library, description) of a file's bytes; raises Unusable."""
     if len(content) < TRAILER.size:
         raise Unusable("it is no kernel, or only part of one")
@@ -62,20 +67,26 @@ def unpack(content):
         raise Unusable("it is no kernel, or only part of one")
     if hashlib.sha256(view[: -TRAILER.size]).digest() != digest:
         raise Unusable("its checksum does not agree")
-    return view[:library], json.loads(bytes(view[library : library + description]))
+    try:
+        about = json.loads(bytes(view[library : library + description]))
+    except ValueError:
+        about = None
+    if not isinstance(about, dict):
+        raise Unusable("its description cannot be read")
+    return view[:library], about
 
 
 class Directory:
-    """The kernels under a path. Nothing is read or written there if it can be written by others."""
+    """The kernels under a path. Nothing is read or written there if others can write to it."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def find(self, spec):
-        """(library, Path) of the variant, or None; raises Unusable where a file is there and is not to be used.
+    def find(self, spec: KernelSpec) -> tuple[memoryview, Path] | None:
+        """(library, Path) of the variant, or None; raises Unusable where a file is there and must not be used.
 
-        A machine with the DSL takes only what its own version would give. One without cannot compile anyway, and takes
-        that of any version, the newest first: a directory that was filled elsewhere is all it has.
+        A machine with the DSL takes only kernels that its own version of the DSL made. A machine without it cannot compile:
+        a directory that was filled elsewhere is all it has. It takes kernels of any version of the DSL, the newest first.
         """
         try:
             with self._opened() as folder:
@@ -94,8 +105,8 @@ class Directory:
             raise Unusable(f"{self.path} cannot be read: {error}") from error
         return None
 
-    def add(self, spec, library, **more):
-        """Keep a linked library (bytes) as the variant's; its Path. Raises OSError, or Unusable."""
+    def add(self, spec: KernelSpec, library: bytes, **more: Any) -> Path:
+        """Write a linked library to the variant's file; its Path. Raises OSError, or Unusable."""
         os.makedirs(self.path, FOLDER_MODE, exist_ok=True)
         content = pack(library, spec, dsl=dsl_version(), **more)
         with self._opened() as folder:
@@ -111,8 +122,8 @@ class Directory:
                 raise
         return self.path / spec.file_name
 
-    def lock_path(self, spec):
-        """Where the processes that may compile the variant meet; None where the directory is not to be used."""
+    def lock_path(self, spec: KernelSpec) -> Path | None:
+        """The file that processes lock before they compile the variant; None where the directory must not be used."""
         try:
             os.makedirs(self.path, FOLDER_MODE, exist_ok=True)
             with self._opened():
@@ -120,10 +131,10 @@ class Directory:
         except (OSError, Unusable):
             return None
 
-    def trim(self, limit, keep=None):
+    def trim(self, limit: int, keep: Path | None = None) -> None:
         """Remove the files not used for the longest time until `limit` bytes are left, and what killed processes left.
 
-        Whoever has a file loaded keeps it (see library.load).
+        A process that has loaded a file keeps its kernel: see `load`.
         """
         files, now = [], time.time()
         with os.scandir(self.path) as found:
@@ -143,17 +154,17 @@ class Directory:
                     os.unlink(path)
                     total -= size
 
-    def entries(self):
-        """An Entry for each kernel's file, the last used first; raises Unusable."""
+    def stored(self) -> list[StoredKernel]:
+        """Every kernel's file, the last used first; raises Unusable."""
         try:
             names = sorted(name for name in os.listdir(self.path) if name.endswith(SUFFIX))
         except FileNotFoundError:
             return []
         with self._opened() as folder:
-            return sorted((self._entry(folder, name) for name in names), key=lambda entry: -entry.used)
+            return sorted((self._stored(folder, name) for name in names), key=lambda kernel: -kernel.used)
 
-    def clear(self):
-        """Remove every kernel, and all else that this package writes there; how many kernels that were."""
+    def clear(self) -> int:
+        """Remove every kernel, and everything else that this package writes there; the number of kernels."""
         count = 0
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
             for entry in found:
@@ -164,8 +175,8 @@ class Directory:
         return count
 
     @contextlib.contextmanager
-    def _opened(self):
-        """A descriptor of the directory, which stays the same whatever is renamed meanwhile."""
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the directory, which stays the same directory if its path is renamed meanwhile."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _require_private(os.fstat(folder), "the directory")
@@ -173,8 +184,8 @@ class Directory:
         finally:
             os.close(folder)
 
-    def _content(self, folder, name):
-        """The bytes of a file. What is checked and what is read is one and the same, also if the name changes hands."""
+    def _content(self, folder: int, name: str) -> bytes:
+        """The bytes of a file. They are read from the file that was checked, also if another takes its name meanwhile."""
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except FileNotFoundError:
@@ -186,7 +197,7 @@ class Directory:
             if not stat.S_ISREG(status.st_mode):
                 raise Unusable("it is no regular file")
             _require_private(status, "it")
-            if time.time() - status.st_mtime > DAY:  # when it was last used; not at each load, for the file system's sake
+            if time.time() - status.st_mtime > DAY:  # notes its use, not at each load: that would strain the file system
                 with contextlib.suppress(OSError):
                     os.utime(descriptor)
             with open(descriptor, "rb", closefd=False) as file:
@@ -194,43 +205,42 @@ class Directory:
         finally:
             os.close(descriptor)
 
-    def _read(self, folder, name, spec):
+    def _read(self, folder: int, name: str, spec: KernelSpec) -> memoryview:
         library, description = unpack(self._content(folder, name))
         if description.get("key") != spec.key:
             raise Unusable("it is another kernel's")
         return library
 
-    def _entry(self, folder, name):
-        path, size, used, description, problem = self.path / name, 0, 0.0, None, None
+    def _stored(self, folder: int, name: str) -> StoredKernel:
+        found = StoredKernel(self.path / name, size=0, used=0.0, description=None, problem=None)
         try:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            size, used = status.st_size, status.st_mtime
+            found = found._replace(size=status.st_size, used=status.st_mtime)
             _, description = unpack(self._content(folder, name))
-            if Entry(path, size, used, description, None).spec.key != description["key"]:
-                problem = STALE
         except (Unusable, OSError) as error:
-            problem = str(error)
-        except (KeyError, TypeError, ValueError):  # options that no kernel of this version has
-            problem = STALE
-        return Entry(path, size, used, description, problem)
+            return found._replace(problem=str(error))
+        found = found._replace(description=description)
+        spec = found.spec
+        return found if spec is not None and spec.key == description.get("key") else found._replace(problem=STALE)
 
 
-def _require_private(status, what):
+def _require_private(status: os.stat_result, what: str) -> None:
     if status.st_uid not in (0, os.geteuid()):
         raise Unusable(f"{what} belongs to another user ({status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Unusable(f"{what} can be written by others (mode {stat.S_IMODE(status.st_mode):o})")
 
 
-def _numbers(name):
-    """Sorts file names by the DSL's version in them."""
+def _numbers(name: str) -> tuple[list[int], str]:
+    """A sort key: file names by the version of the DSL in them."""
     return [int(number) for number in re.findall(r"\d+", name.rpartition("-dsl")[2])], name
 
 
-def load(library, path):
-    """Load a library's bytes as read and checked, whatever has become of the file at `path`; its function `launch`.
+def load(library: bytes | memoryview, path: Path) -> Any:
+    """The function `launch` of a library's bytes, which were read from `path` and checked.
 
-    From memory: on a network file system a page that is read late, after the file was removed, would be a bus error.
+    They are loaded from memory, so it does not matter what has become of the file: mapped from a network file system, a page
+    that is first touched after the file was removed would be a bus error.
     """
     import tvm_ffi
 
@@ -239,7 +249,7 @@ def load(library, path):
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(library)
-            # The loader knows a library by its path, so each needs one of its own, and tells its kind by the suffix.
+            # The loader knows a library by its path, so each needs its own, and knows its kind by the suffix.
             with tempfile.TemporaryDirectory() as folder:
                 link = f"{folder}/kernel{SUFFIX}"
                 os.symlink(f"/proc/self/fd/{descriptor}", link)

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+from typing import Any, NamedTuple
 
 from .. import config
 from .disk import Directory, Unusable, load
@@ -13,18 +14,25 @@ from .spec import KernelSpec
 
 logger = logging.getLogger("fla_kda_backend")
 
-WAIT = 120  # seconds for another process that compiles the same kernel: it may have been stopped
+WAIT = 120  # seconds to wait for another process that compiles the same kernel: it may have been stopped
 POLL = 0.05
 
-_functions: dict[KernelSpec, object] = {}
-_sources: dict[KernelSpec, str] = {}  # where each came from, for doctor
-_failures: dict[KernelSpec, Exception] = {}  # what could not be had once is not tried again: a compile takes seconds
-_locks: dict[KernelSpec, threading.Lock] = {}  # one each, so that none waits for another's compilation
+_functions: dict[KernelSpec, Any] = {}
+_sources: dict[KernelSpec, str] = {}  # where each came from
+_failures: dict[KernelSpec, Exception] = {}  # not tried again: a compilation takes seconds
+_locks: dict[KernelSpec, threading.Lock] = {}  # one per spec, so that a thread waits for no other kernel's compilation
 _said: set[str] = set()
 
 
-def launcher(spec):
-    """The function that launches `spec`; the first call of a process loads it from the cache directory or compiles it.
+class Found(NamedTuple):
+    """A kernel that can be launched."""
+
+    function: Any
+    source: str  # the path of its file, or "compiled"
+
+
+def launcher(spec: KernelSpec) -> Any:
+    """The function that launches `spec`. The first call of a process loads it from the cache directory, or compiles it.
 
     Raises whatever the compiler raises; a spec that failed once fails at once from then on.
     """
@@ -36,15 +44,15 @@ def launcher(spec):
                 if spec in _failures:
                     raise RuntimeError(f"{spec} could not be compiled: {_failures[spec]}") from _failures[spec]
                 try:
-                    function = _keep(spec, *(_load(spec) or _compile_once_of_many(spec)))
+                    function = _keep(spec, _load(spec) or _compile_once_of_many(spec))
                 except Exception as error:
                     _failures[spec] = error
                     raise
     return function
 
 
-def at_hand(spec):
-    """Whether launcher(spec) returns or raises without compiling. Loads what is stored, which takes milliseconds."""
+def at_hand(spec: KernelSpec) -> bool:
+    """Whether launcher(spec) returns or raises without compiling. Loads a stored kernel, which takes milliseconds."""
     if spec in _functions or spec in _failures:
         return True
     lock = _locks.setdefault(spec, threading.Lock())
@@ -53,43 +61,43 @@ def at_hand(spec):
     try:
         found = _load(spec) if spec not in _functions else None
         if found is not None:
-            _keep(spec, *found)
+            _keep(spec, found)
         return spec in _functions
     finally:
         lock.release()
 
 
-def loaded():
-    """Spec -> where it came from, of everything that this process has launched."""
+def loaded() -> dict[KernelSpec, str]:
+    """Where each kernel that this process can launch came from."""
     return dict(_sources)
 
 
-def _keep(spec, function, source):
-    _sources[spec] = source
-    _functions[spec] = function
-    return function
+def _keep(spec: KernelSpec, found: Found) -> Any:
+    _sources[spec] = found.source
+    _functions[spec] = found.function
+    return found.function
 
 
-def _load(spec):
-    """(function, path) of what the cache directory holds, or None. A file that is not to be used is none, and said once."""
+def _load(spec: KernelSpec) -> Found | None:
+    """What the cache directory holds, or None. A file that must not be used counts as none; the reason is logged once."""
     folder = config.cache_dir()
     if folder is None:
         return None
     try:
         found = Directory(folder).find(spec)
-        return None if found is None else (load(*found), str(found[1]))
+        return None if found is None else Found(load(*found), str(found[1]))
     except Unusable as error:
         _say(logging.WARNING, f"{folder / spec.file_name} is not used: {error}")
-    except Exception as error:  # it is whole, but not for this machine
+    except Exception as error:  # the file is whole, but was made for another machine
         _say(logging.WARNING, f"{folder / spec.file_name} cannot be loaded: {type(error).__name__}: {error}")
     return None
 
 
-def _compile_once_of_many(spec):
-    """(function, source): compiled by this process, or by another one at the same time."""
+def _compile_once_of_many(spec: KernelSpec) -> Found:
+    """Compiled by this process, or by another one at the same time."""
     folder = config.cache_dir()
     if folder is None:
-        return _compile(spec), "compiled"
+        return Found(_compile(spec), "compiled")
     directory = Directory(folder)
     with FileLock(directory.lock_path(spec)) as lock:
         limit = time.monotonic() + WAIT
@@ -101,27 +109,28 @@ def _compile_once_of_many(spec):
         found = _load(spec)
         if found is None:
             function = _compile(spec)
-            found = (_store(spec, function, directory) and _load(spec)) or (function, "compiled")
+            stored = _store(spec, function, directory)
+            found = (_load(spec) if stored else None) or Found(function, "compiled")
     return found
 
 
-def _compile(spec):
+def _compile(spec: KernelSpec) -> Any:
     from .builder import build
 
     logger.info("compiling %s", spec)
     return build(spec, keep=False).function
 
 
-def _store(spec, function, directory):
-    """Whether a compiled function was added to the directory; if not, this process has it all the same."""
+def _store(spec: KernelSpec, function: Any, directory: Directory) -> bool:
+    """Whether a compiled function was added to the directory; if not, this process can still launch it from memory."""
     from .builder import link
     from .linking import Unlinkable
 
     try:
-        library, linked_by = link(spec, function)
+        library, linked_by = link(function)
         path = directory.add(spec, library, linked_by=linked_by)
     except Unlinkable as error:
-        _say(logging.INFO, f"every process compiles for itself, because nothing can be linked here: {error}")
+        _say(logging.INFO, f"each process compiles in memory, because nothing can be linked here: {error}")
         return False
     except Exception as error:
         _say(logging.WARNING, f"compiled kernels are not kept in {directory.path}: {error}")
@@ -131,14 +140,14 @@ def _store(spec, function, directory):
     return True
 
 
-def _say(level, text):
+def _say(level: int, text: str) -> None:
     if text not in _said:
         _said.add(text)
         logger.log(level, "%s", text)
 
 
-def _after_fork():
-    # Threads of the parent may have held them.
+def _after_fork() -> None:
+    # Threads of the parent may have held the locks.
     _locks.clear()
 
 

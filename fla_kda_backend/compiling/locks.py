@@ -1,29 +1,30 @@
-"""A lock among processes, to let one of many compile a kernel. Whoever cannot have it goes ahead: that costs time only."""
+"""A lock between processes, so that only one of many compiles a kernel. One that cannot lock goes ahead: it only loses time."""
 
 import contextlib
 import errno
 import fcntl
 import os
+from pathlib import Path
 
 _held: set[int] = set()  # descriptors of this process
 
 
 class FileLock:
-    """An advisory lock on a file, which the system gives back when its holder dies, kill -9 included.
+    """An advisory lock on a file. The system releases it when its holder dies, also by kill -9.
 
-    Over NFS Linux turns it into a lock that other hosts see; where locks are not to be had, it is nobody's.
+    Over NFS, Linux turns it into a lock that other hosts see. On a file system without locks it is never busy.
     """
 
-    def __init__(self, path):
-        """Opens the file, and makes it; a path of None, or one that cannot be written, is a lock that is never busy."""
-        self.descriptor = None
+    def __init__(self, path: Path | None) -> None:
+        """Opens or creates the file. With None, or a path that cannot be written, the lock is never busy."""
+        self.descriptor: int | None = None
         if path is not None:
             with contextlib.suppress(OSError):
                 self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 _held.add(self.descriptor)
 
-    def busy(self):
-        """Whether another process, or another thread of this one, has it; if not, it is ours now."""
+    def busy(self) -> bool:
+        """Whether another process, or another thread of this one, holds the lock; if not, we hold it now."""
         if self.descriptor is None:
             return False
         try:
@@ -32,21 +33,21 @@ class FileLock:
             return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
         return False
 
-    def __enter__(self):
+    def __enter__(self) -> "FileLock":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         descriptor, self.descriptor = self.descriptor, None
-        if descriptor in _held:
+        if descriptor is not None and descriptor in _held:
             _held.discard(descriptor)
-            # Said, not only closed: a child forked meanwhile may have a copy of the descriptor.
+            # Unlocked, not only closed: a child that was forked meanwhile may have a copy of the descriptor.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
-def _after_fork():
-    """The child owns no lock of its parent's, and must not keep one alive that the parent dies with."""
+def _after_fork() -> None:
+    """The child owns no lock of its parent, and must not keep one alive after the parent dies."""
     for descriptor in _held:
         with contextlib.suppress(OSError):
             os.close(descriptor)

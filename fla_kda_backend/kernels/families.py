@@ -1,4 +1,4 @@
-"""The kernel families: what the host must know of each. Free of the DSL, which only `kernel` names."""
+"""The kernel families: what the host must know of each. Free of the DSL: `kernel` names its module, no more."""
 
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from .wy64 import record as record64
 
 
 class Family(NamedTuple):
-    kernel: tuple[str, str]  # module and class, built from (variant, schedule)
-    schedule: Any  # the class of a plan's choices
-    addresses: Any  # the argument tables of a launch
+    kernel: tuple[str, str]  # module and class; an instance is made of (variant, schedule)
+    schedule: Any  # class of the choices that a plan makes
+    addresses: Any  # argument tables of a launch
     numbers: Any
     record: ModuleType  # layout of the workspace
-    takes_strides: bool  # of q, k, v, g and beta
+    takes_strides: bool  # whether q, k, v, g and beta may be strided
 
 
 FAMILIES = {

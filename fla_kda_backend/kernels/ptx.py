@@ -1,8 +1,11 @@
 """Typed wrappers of the PTX instructions that the kernels use and the DSL does not offer.
 
-Every wrapper is made by `instruction`: the PTX text, one letter per result and per operand (`r` 32-bit integer, `f` fp32,
-`l` 64-bit integer), and whether the instruction may be moved or dropped. Warp-wide (`.aligned`) instructions and all memory
-accesses are marked `volatile`, so that they are not sunk into divergent code or reordered past a barrier.
+Each wrapper is one line of a table: the PTX text, its operands and results as letters, and what it computes. `r` is a
+32-bit integer, `f` an fp32, `l` a 64-bit integer: "rrf -> f" takes two integers and an fp32 and returns an fp32. A caller
+may group operands into lists, as the braces of the text do, for instance the registers of a fragment.
+
+`pure` instructions may be moved, merged or dropped. `ordered` ones may not: warp-wide (`.aligned`) instructions must not
+sink into divergent code, memory accesses must not pass a barrier.
 """
 
 from cutlass import Float32, Int32, Int64
@@ -16,20 +19,28 @@ def _mlir_type(letter):
     return {"r": T.i32, "f": T.f32, "l": T.i64}[letter]()
 
 
-def instruction(text, results, operands, *, volatile, doc):
-    """Make a function that emits `text`; see the module's docstring for the letters."""
+def pure(text, signature, doc):
+    return instruction(text, signature, doc, volatile=False)
+
+
+def ordered(text, signature, doc):
+    return instruction(text, signature, doc, volatile=True)
+
+
+def instruction(text, signature, doc, *, volatile):
+    """Make the function that emits `text`; see the module's docstring for the signature."""
+    operands, results = (letters.strip() for letters in signature.split("->"))
     constraints = ",".join(["=" + letter for letter in results] + list(operands))
 
     @dsl_user_op
     def emit(*values, loc=None, ip=None):
+        values = [x for v in values for x in (v if isinstance(v, list | tuple) else [v])]
         if len(values) != len(operands):
             raise TypeError(f"{text!r} takes {len(operands)} operands, got {len(values)}")
-        arguments = [_DSL_TYPE[k](v).ir_value(loc=loc, ip=ip) for k, v in zip(operands, values)]
         types = [_mlir_type(letter) for letter in results]
-        result_type = None if not types else types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
         raw = llvm.inline_asm(
-            result_type,
-            arguments,
+            None if not types else types[0] if len(types) == 1 else llvm.StructType.get_literal(types),
+            [_DSL_TYPE[letter](v).ir_value(loc=loc, ip=ip) for letter, v in zip(operands, values)],
             text,
             constraints,
             has_side_effects=volatile,
@@ -38,10 +49,8 @@ def instruction(text, results, operands, *, volatile, doc):
             loc=loc,
             ip=ip,
         )
-        if not types:
-            return None
-        if len(types) == 1:
-            return _DSL_TYPE[results](raw)
+        if len(types) < 2:
+            return _DSL_TYPE[results](raw) if types else None
         return tuple(
             _DSL_TYPE[letter](llvm.extractvalue(kind, raw, [i], loc=loc, ip=ip))
             for i, (letter, kind) in enumerate(zip(results, types))
@@ -51,114 +60,67 @@ def instruction(text, results, operands, *, volatile, doc):
     return emit
 
 
-# ---- approximations and scalar arithmetic ------------------------------------------------------------------------
-ex2 = instruction(
-    "ex2.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="2**x, ex2.approx.ftz; any x, denormals to 0."
-)
-ex2_negative = instruction(
-    "{ .reg .f32 a; abs.f32 a, $1; neg.f32 a, a; ex2.approx.ftz.f32 $0, a; }",
-    "f",
-    "f",
-    volatile=False,
-    doc="2**-|x|, ex2.approx.ftz.",
-)
-maximum = instruction("max.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="The larger of x and y, max.ftz.")
-tanh = instruction("tanh.approx.f32 $0, $1;", "f", "f", volatile=False, doc="tanh(x), tanh.approx; any x.")
-rsqrt = instruction("rsqrt.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="x**-0.5, rsqrt.approx.ftz; x > 0.")
-rcp = instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="1/x, rcp.approx.ftz; x != 0.")
-fma = instruction(
-    "fma.rn.ftz.f32 $0, $1, $2, $3;", "f", "fff", volatile=False, doc="a*b + c with one rounding, fma.rn.ftz."
-)
-mul = instruction(
-    "mul.rn.ftz.f32 $0, $1, $2;",
-    "f",
-    "ff",
-    volatile=False,
-    doc="a*b, rounded by itself (never contracted), mul.rn.ftz.",
-)
-add = instruction(
-    "add.rn.ftz.f32 $0, $1, $2;",
-    "f",
-    "ff",
-    volatile=False,
-    doc="a+b, rounded by itself (never contracted), add.rn.ftz.",
-)
-sub = instruction(
-    "sub.rn.ftz.f32 $0, $1, $2;",
-    "f",
-    "ff",
-    volatile=False,
-    doc="a-b, rounded by itself (never contracted), sub.rn.ftz.",
-)
-max_nan = instruction("max.NaN.ftz.f32 $0, $1, $2;", "f", "ff", volatile=False, doc="The larger; NaN if either is NaN.")
-absolute = instruction("abs.ftz.f32 $0, $1;", "f", "f", volatile=False, doc="|x|.")
-as_f32 = instruction("mov.b32 $0, $1;", "f", "r", volatile=False, doc="The fp32 with these bits.")
-less_f32 = instruction(
+# ---- fp32 ----------------------------------------------------------------------------------------------------------
+ex2 = pure("ex2.approx.ftz.f32 $0, $1;", "f -> f", "2**x; any x, denormals to 0.")
+ex2_negative = pure("{ .reg .f32 a; abs.f32 a, $1; neg.f32 a, a; ex2.approx.ftz.f32 $0, a; }", "f -> f", "2**-|x|.")
+tanh = pure("tanh.approx.f32 $0, $1;", "f -> f", "tanh(x); any x.")
+rsqrt = pure("rsqrt.approx.ftz.f32 $0, $1;", "f -> f", "x**-0.5; x > 0.")
+rcp = pure("rcp.approx.ftz.f32 $0, $1;", "f -> f", "1/x; x != 0.")
+fma = pure("fma.rn.ftz.f32 $0, $1, $2, $3;", "fff -> f", "a*b + c with one rounding.")
+mul = pure("mul.rn.ftz.f32 $0, $1, $2;", "ff -> f", "a*b, rounded by itself: never contracted with an addition.")
+add = pure("add.rn.ftz.f32 $0, $1, $2;", "ff -> f", "a+b, rounded by itself: never contracted with a product.")
+sub = pure("sub.rn.ftz.f32 $0, $1, $2;", "ff -> f", "a-b, rounded by itself: never contracted with a product.")
+maximum = pure("max.ftz.f32 $0, $1, $2;", "ff -> f", "The larger of x and y; of a NaN and a number the number.")
+max_nan = pure("max.NaN.ftz.f32 $0, $1, $2;", "ff -> f", "The larger of x and y; NaN if either is NaN.")
+absolute = pure("abs.ftz.f32 $0, $1;", "f -> f", "|x|.")
+as_f32 = pure("mov.b32 $0, $1;", "r -> f", "The fp32 with these bits.")
+less_f32 = pure(
     "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.f32 $0, $3, $4, p; }",
-    "f",
-    "rrff",
-    volatile=False,
-    doc="x if i < j else y for integers i, j and fp32 x, y; a select, so the value not taken may be NaN.",
+    "rrff -> f",
+    "x if i < j else y for integers i, j and fp32 x, y. It is a select: the value not taken may be NaN.",
 )
-less_b32 = instruction(
-    "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.b32 $0, $3, $4, p; }",
-    "r",
-    "rrrr",
-    volatile=False,
-    doc="x if i < j else y, all 32-bit integers.",
+less_b32 = pure(
+    "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.b32 $0, $3, $4, p; }", "rrrr -> r", "x if i < j else y, all 32-bit integers."
 )
 
-# ---- packed pairs: the low half is the first element --------------------------------------------------------------
-_cvt_bf16x2 = instruction("cvt.rn.bf16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
-_cvt_f16x2 = instruction("cvt.rn.f16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
-_cvt_f16x2_saturated = instruction("cvt.rn.satfinite.f16x2.f32 $0, $1, $2;", "r", "ff", volatile=False, doc="")
-unpack_bf16x2 = instruction(
+# ---- packed pairs: the low half is the first element ---------------------------------------------------------------
+# The first operand becomes the high half. ptxas schedules by the order of operands, so the order stays.
+_cvt_bf16x2 = pure("cvt.rn.bf16x2.f32 $0, $1, $2;", "ff -> r", "Round (high, low) to a bf16 pair, nearest even.")
+_cvt_f16x2 = pure("cvt.rn.f16x2.f32 $0, $1, $2;", "ff -> r", "Round (high, low) to an fp16 pair, nearest even.")
+_cvt_f16x2_saturated = pure("cvt.rn.satfinite.f16x2.f32 $0, $1, $2;", "ff -> r", "_cvt_f16x2, at most the largest fp16.")
+unpack_bf16x2 = pure(
     "{ .reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b; }",
-    "ff",
-    "r",
-    volatile=False,
-    doc="(low, high) of a bf16 pair as fp32; exact.",
+    "r -> ff",
+    "(low, high) of a bf16 pair as fp32; exact.",
 )
-unpack_f16x2 = instruction(
+unpack_f16x2 = pure(
     "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-    "ff",
-    "r",
-    volatile=False,
-    doc="(low, high) of an fp16 pair as fp32; exact.",
+    "r -> ff",
+    "(low, high) of an fp16 pair as fp32; exact.",
 )
-mul_bf16x2 = instruction(
-    "mul.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on bf16 pairs, mul.rn.bf16x2."
-)
-sub_bf16x2 = instruction(
-    "sub.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on bf16 pairs, sub.rn.bf16x2."
-)
-add_bf16x2 = instruction(
-    "add.rn.bf16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on bf16 pairs, add.rn.bf16x2."
-)
-larger_bf16x2 = instruction(
+mul_bf16x2 = pure("mul.rn.bf16x2 $0, $1, $2;", "rr -> r", "a*b on bf16 pairs.")
+mul_f16x2 = pure("mul.rn.f16x2 $0, $1, $2;", "rr -> r", "a*b on fp16 pairs.")
+add_f16x2 = pure("add.rn.f16x2 $0, $1, $2;", "rr -> r", "a+b on fp16 pairs.")
+sub_f16x2 = pure("sub.rn.f16x2 $0, $1, $2;", "rr -> r", "a-b on fp16 pairs.")
+larger_bf16x2 = pure(
     "{ .reg .b32 a, b; abs.bf16x2 a, $1; abs.bf16x2 b, $2; max.bf16x2 $0, a, b; }",
-    "r",
-    "rr",
-    volatile=False,
-    doc="The larger of |a| and |b| of bf16 pairs; of a NaN and a number the number.",
+    "rr -> r",
+    "The larger of |a| and |b| of bf16 pairs; of a NaN and a number the number.",
 )
-mul_f16x2 = instruction("mul.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a*b on fp16 pairs, mul.rn.f16x2.")
-add_f16x2 = instruction("add.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a+b on fp16 pairs, add.rn.f16x2.")
-sub_f16x2 = instruction("sub.rn.f16x2 $0, $1, $2;", "r", "rr", volatile=False, doc="a-b on fp16 pairs, sub.rn.f16x2.")
 
 
 def pack_bf16x2(low, high):
-    """Round two fp32 to a bf16 pair, nearest even (cvt.rn.bf16x2.f32)."""
+    """Round two fp32 to a bf16 pair, nearest even."""
     return _cvt_bf16x2(high, low)
 
 
 def pack_f16x2(low, high):
-    """Round two fp32 to an fp16 pair, nearest even (cvt.rn.f16x2.f32)."""
+    """Round two fp32 to an fp16 pair, nearest even."""
     return _cvt_f16x2(high, low)
 
 
 def split_f16x2(low, high):
-    """Two fp32 as two fp16 pairs, leading and remaining part: x = lead + rest within 2**-22 |x|, fp16 range."""
+    """Two fp32 as two fp16 pairs, leading part and rest: x = lead + rest within 2**-22 |x|, in the range of fp16."""
     lead = pack_f16x2(low, high)
     lead_low, lead_high = unpack_f16x2(lead)
     return lead, pack_f16x2(low - lead_low, high - lead_high)
@@ -185,316 +147,187 @@ def _through_fp32(operation):
     return pairwise
 
 
-# bf16 pairs by way of fp32 with .ftz, each result rounded to bf16. They differ from the packed instructions above in
-# denormals alone, which these flush, in operands and results.
+# bf16 pairs by way of fp32 with .ftz, each result rounded to bf16. They differ from packed bf16 instructions in denormals
+# alone: these flush them, in operands and results.
 mul_bf16x2_ftz, sub_bf16x2_ftz, add_bf16x2_ftz = map(_through_fp32, (mul, sub, add))
 
-
-# ---- matrix fragments --------------------------------------------------------------------------------------------
-_LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-_STMATRIX = "stmatrix.sync.aligned.m8n8.x4{}.shared.b16 [$0], {{$1, $2, $3, $4}};"
-ldmatrix_x4 = instruction(
-    _LDMATRIX.format(""),
-    "rrrr",
-    "r",
-    volatile=True,
-    doc="Four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8.",
+# ---- matrix fragments ----------------------------------------------------------------------------------------------
+ldmatrix_x4 = ordered(
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+    "r -> rrrr",
+    "Load four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8.",
 )
-ldmatrix_x4_trans = instruction(
-    _LDMATRIX.format(".trans"), "rrrr", "r", volatile=True, doc="ldmatrix_x4 with each tile transposed."
+ldmatrix_x4_trans = ordered(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
+    "r -> rrrr",
+    "ldmatrix_x4 with each tile transposed.",
 )
-_stmatrix_x4 = instruction(_STMATRIX.format(""), "", "rrrrr", volatile=True, doc="")
-_stmatrix_x4_trans = instruction(_STMATRIX.format(".trans"), "", "rrrrr", volatile=True, doc="")
-movmatrix = instruction(
-    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-    "r",
-    "r",
-    volatile=True,
-    doc="Transpose an 8x8 b16 tile held by a warp.",
+stmatrix_x4 = ordered(
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+    "rrrrr ->",
+    "Store four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8.",
 )
-
-
-def stmatrix_x4(address, tiles):
-    """Store four 8x8 b16 tiles; lane l gives the address of row l%8 of tile l//8."""
-    _stmatrix_x4(address, *tiles)
-
-
-def stmatrix_x4_trans(address, tiles):
-    """stmatrix_x4 with each tile transposed."""
-    _stmatrix_x4_trans(address, *tiles)
+stmatrix_x4_trans = ordered(
+    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+    "rrrrr ->",
+    "stmatrix_x4 with each tile transposed.",
+)
+movmatrix = ordered("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r -> r", "Transpose an 8x8 b16 tile held by a warp.")
 
 
 def _mma_f32(kind):
-    return instruction(
+    return ordered(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        "ffff",
-        "rrrrrrffff",
-        volatile=True,
-        doc="",
+        "rrrrrrffff -> ffff",
+        f"(a, b, c) -> c + a.b, m16n8k16, {kind} operands, fp32 accumulator: a 4 registers, b 2, c 4 fp32.",
     )
 
 
-_mma_bf16, _mma_f16 = _mma_f32("bf16"), _mma_f32("f16")
-
-
-def _mma_k8(kind):
-    return instruction(
+def _mma_f32_k8(kind):
+    return ordered(
         f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5}}, {{$6}}, {{$7, $8, $9, $10}};",
-        "ffff",
-        "rrrffff",
-        volatile=True,
-        doc="",
+        "rrrffff -> ffff",
+        f"(a, b, c) -> c + a.b, m16n8k8, {kind} operands, fp32 accumulator: a 2 registers, b 1, c 4 fp32.",
     )
 
 
-_mma_bf16_k8, _mma_f16_k8 = _mma_k8("bf16"), _mma_k8("f16")
-_mma_f16_f16 = instruction(
+mma_bf16, mma_f16 = _mma_f32("bf16"), _mma_f32("f16")
+mma_bf16_k8, mma_f16_k8 = _mma_f32_k8("bf16"), _mma_f32_k8("f16")
+mma_f16_f16 = ordered(
     "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};",
-    "rr",
-    "rrrrrrrr",
-    volatile=True,
-    doc="",
+    "rrrrrrrr -> rr",
+    "(a, b, c) -> c + a.b, m16n8k16, fp16 operands and accumulator: a 4 registers, b 2, c 2.",
 )
 
-
-def mma_bf16(a, b, c):
-    """c + a.b, m16n8k16, bf16 operands, fp32 accumulator: a 4 registers, b 2, c 4 fp32; returns 4 fp32."""
-    return _mma_bf16(*a, *b, *c)
+shuffle_xor = ordered("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "rr -> r", "The word of lane XOR mask.")
 
 
-def mma_f16(a, b, c):
-    """c + a.b, m16n8k16, fp16 operands, fp32 accumulator: a 4 registers, b 2, c 4 fp32; returns 4 fp32."""
-    return _mma_f16(*a, *b, *c)
+def transpose_quad(words, quad_lane):
+    """Transpose a 4 x 4 matrix of words over the lanes 4q to 4q + 3; `quad_lane` is lane % 4.
 
-
-def mma_bf16_k8(a, b, c):
-    """c + a.b, m16n8k8, bf16 operands, fp32 accumulator: a 2 registers, b 1, c 4 fp32; returns 4 fp32."""
-    return _mma_bf16_k8(*a, b, *c)
-
-
-def mma_f16_k8(a, b, c):
-    """c + a.b, m16n8k8, fp16 operands, fp32 accumulator: a 2 registers, b 1, c 4 fp32; returns 4 fp32."""
-    return _mma_f16_k8(*a, b, *c)
-
-
-def mma_f16_f16(a, b, c):
-    """c + a.b, m16n8k16, fp16 operands and accumulator: a 4 registers, b 2, c 2; returns 2 registers."""
-    return _mma_f16_f16(*a, *b, *c)
-
-
-shuffle_xor = instruction(
-    "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "r", "rr", volatile=True, doc="The word of lane XOR mask."
-)
-
-
-def transpose_quad(words, place):
-    """Transpose a 4 x 4 matrix of words over the lanes 4q to 4q + 3; `place` is lane % 4. Lane 4q + i gives the words [i]
-    of four columns and gets the four words of column i."""
-    first = [less_b32(place, 2, words[n], words[n + 2]) for n in range(2)]
-    other = [shuffle_xor(less_b32(place, 2, words[n + 2], words[n]), 2) for n in range(2)]
+    Lane 4q + i gives word i of each of the four columns and gets the four words of column i.
+    """
+    first = [less_b32(quad_lane, 2, words[n], words[n + 2]) for n in range(2)]
+    other = [shuffle_xor(less_b32(quad_lane, 2, words[n + 2], words[n]), 2) for n in range(2)]
     result = []
-    odd = place & 1
+    odd = quad_lane & 1
     for row in range(2):  # rows 2 * row and 2 * row + 1 of the two columns that this pair of lanes keeps
-        pairs = [(less_b32(place, 2, first[n], other[n]), less_b32(place, 2, other[n], first[n])) for n in range(2)]
+        pairs = [(less_b32(quad_lane, 2, first[n], other[n]), less_b32(quad_lane, 2, other[n], first[n])) for n in range(2)]
         kept = less_b32(odd, 1, pairs[0][row], pairs[1][row])
         swapped = shuffle_xor(less_b32(odd, 1, pairs[1][row], pairs[0][row]), 1)
         result += [less_b32(odd, 1, kept, swapped), less_b32(odd, 1, swapped, kept)]
     return result
 
 
-# ---- shared and global memory by address -------------------------------------------------------------------------
-lds_b32 = instruction("ld.shared.b32 $0, [$1];", "r", "r", volatile=True, doc="4 bytes of shared memory.")
-lds_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r", volatile=True, doc="One fp32 of shared memory.")
-lds_v2_b32 = instruction("ld.shared.v2.b32 {$0, $1}, [$2];", "rr", "r", volatile=True, doc="8 aligned bytes.")
-lds_v4_b32 = instruction(
-    "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", volatile=True, doc="16 aligned bytes."
-)
-lds_v2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r", volatile=True, doc="Two fp32, 8-byte aligned.")
-lds_v4_f32 = instruction(
-    "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", volatile=True, doc="Four fp32, 16-byte aligned."
-)
-_lds_u16 = "{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }"
-lds_b16 = instruction(_lds_u16, "r", "r", volatile=True, doc="2 bytes of shared memory, zero-extended.")
-sts_b32 = instruction("st.shared.b32 [$0], $1;", "", "rr", volatile=True, doc="Store 4 bytes.")
-sts_b16 = instruction(
-    "{ .reg .b16 h; cvt.u16.u32 h, $1; st.shared.b16 [$0], h; }", "", "rr", volatile=True, doc="Store the low 2 bytes."
-)
-sts_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf", volatile=True, doc="Store one fp32.")
-sts_v2_f32 = instruction("st.shared.v2.f32 [$0], {$1, $2};", "", "rff", volatile=True, doc="Store two fp32.")
-_sts_v4 = instruction("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", volatile=True, doc="")
-
-
-def sts_v4_b32(address, words):
-    """Store 16 aligned bytes."""
-    _sts_v4(address, *words)
-
-
-_sts_v4_f32 = instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "", "rffff", volatile=True, doc="")
-
-
-def sts_v4_f32(address, values):
-    """Store four fp32, 16-byte aligned."""
-    _sts_v4_f32(address, *values)
-
-
-ldg_nc_b32 = instruction(
-    "ld.global.nc.b32 $0, [$1];", "r", "l", volatile=True, doc="4 bytes of read-only global memory."
-)
-ldg_nc_f32 = instruction(
-    "ld.global.nc.f32 $0, [$1];", "f", "l", volatile=True, doc="One fp32 of read-only global memory."
-)
-ldg_nc_v2_b32 = instruction(
-    "ld.global.nc.v2.b32 {$0, $1}, [$2];", "rr", "l", volatile=True, doc="8 aligned bytes of read-only global memory."
-)
-ldg_nc_v4_b32 = instruction(
-    "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];",
-    "rrrr",
-    "l",
-    volatile=True,
-    doc="16 bytes of read-only global memory.",
-)
-ldg_nc_bf16 = instruction(
-    "{ .reg .b16 h; .reg .b32 w; ld.global.nc.b16 h, [$1]; cvt.u32.u16 w, h; shl.b32 w, w, 16; mov.b32 $0, w; }",
-    "f",
-    "l",
-    volatile=True,
-    doc="One bf16 of read-only global memory, widened to fp32.",
-)
-ldg_b32 = instruction("ld.global.b32 $0, [$1];", "r", "l", volatile=True, doc="4 bytes of global memory.")
-ldg_f32 = instruction("ld.global.f32 $0, [$1];", "f", "l", volatile=True, doc="One fp32 of global memory.")
-ldg_bf16 = instruction(
-    "{ .reg .b16 h; .reg .b32 w; ld.global.b16 h, [$1]; cvt.u32.u16 w, h; shl.b32 w, w, 16; mov.b32 $0, w; }",
-    "f",
-    "l",
-    volatile=True,
-    doc="One bf16 of global memory, widened to fp32.",
-)
-ldg_b64 = instruction("ld.global.b64 $0, [$1];", "l", "l", volatile=True, doc="8 bytes of global memory.")
-stg_b32 = instruction("st.global.b32 [$0], $1;", "", "lr", volatile=True, doc="Store 4 bytes.")
-stg_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", volatile=True, doc="Store one fp32.")
-stg_b16 = instruction(
-    "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", "", "lr", volatile=True, doc="Store the low 2 bytes."
-)
-_stg_v2 = instruction("st.global.v2.b32 [$0], {$1, $2};", "", "lrr", volatile=True, doc="")
-_stg_v4 = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", volatile=True, doc="")
-_stg_once_v4 = instruction("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", volatile=True, doc="")
-
-lds_volatile_v4_b32 = instruction(
+# ---- shared memory by address --------------------------------------------------------------------------------------
+lds_b16 = ordered("{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }", "r -> r", "Load 2 bytes, zero-extended.")
+lds_b32 = ordered("ld.shared.b32 $0, [$1];", "r -> r", "Load 4 bytes.")
+lds_v2_b32 = ordered("ld.shared.v2.b32 {$0, $1}, [$2];", "r -> rr", "Load 8 aligned bytes.")
+lds_v4_b32 = ordered("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "r -> rrrr", "Load 16 aligned bytes.")
+lds_volatile_v4_b32 = ordered(
     "ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-    "rrrr",
-    "r",
-    volatile=True,
-    doc="16 aligned bytes; ptxas keeps the load where it stands among WGMMAs.",
+    "r -> rrrr",
+    "Load 16 aligned bytes; ptxas keeps the load where it stands among WGMMAs.",
 )
-ldg_v2_b32 = instruction(
-    "ld.global.v2.b32 {$0, $1}, [$2];", "rr", "l", volatile=True, doc="8 aligned bytes of global memory."
-)
-ldg_v4_f32 = instruction(
-    "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", volatile=True, doc="Four fp32, 16-byte aligned."
-)
-stg_v2_f32 = instruction(
-    "st.global.v2.f32 [$0], {$1, $2};", "", "lff", volatile=True, doc="Store two fp32, 8-byte aligned."
-)
-stg_v4_f32 = instruction(
-    "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", volatile=True, doc="Store four fp32, 16-byte aligned."
-)
-
-ldg_acquire_b32 = instruction(
-    "ld.acquire.gpu.global.b32 $0, [$1];",
-    "r",
-    "l",
-    volatile=True,
-    doc="4 bytes of global memory; what their writer released before them is visible to this thread afterwards.",
-)
-stg_release_b32 = instruction(
-    "st.release.gpu.global.b32 [$0], $1;",
-    "",
-    "lr",
-    volatile=True,
-    doc="Store 4 bytes after everything that this thread has written, or has synchronised with.",
-)
-
-
-def stg_words(address, words):
-    """Store 1, 2 or 4 words with one instruction; the address is aligned to their size."""
-    if len(words) == 1:
-        stg_b32(address, words[0])
-    elif len(words) == 2:
-        _stg_v2(address, *words)
-    else:
-        _stg_v4(address, *words)
-
-
-def stg_once_words(address, words):
-    """stg_words of 4 words that are read no more: the first to leave the L2."""
-    _stg_once_v4(address, *words)
+lds_f32 = ordered("ld.shared.f32 $0, [$1];", "r -> f", "Load one fp32.")
+lds_v2_f32 = ordered("ld.shared.v2.f32 {$0, $1}, [$2];", "r -> ff", "Load two fp32, 8-byte aligned.")
+lds_v4_f32 = ordered("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "r -> ffff", "Load four fp32, 16-byte aligned.")
+sts_b16 = ordered("{ .reg .b16 h; cvt.u16.u32 h, $1; st.shared.b16 [$0], h; }", "rr ->", "Store the low 2 bytes.")
+sts_b32 = ordered("st.shared.b32 [$0], $1;", "rr ->", "Store 4 bytes.")
+sts_v4_b32 = ordered("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "rrrrr ->", "Store 16 aligned bytes.")
+sts_f32 = ordered("st.shared.f32 [$0], $1;", "rf ->", "Store one fp32.")
+sts_v2_f32 = ordered("st.shared.v2.f32 [$0], {$1, $2};", "rff ->", "Store two fp32, 8-byte aligned.")
+sts_v4_f32 = ordered("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "rffff ->", "Store four fp32, 16-byte aligned.")
 
 
 def lds_words(address, count):
-    """Load 1, 2 or 4 words of shared memory with one instruction; the address is aligned to their size."""
+    """Load 1, 2 or 4 words with one instruction; the address is aligned to their size."""
     if count == 1:
         return (lds_b32(address),)
     return lds_v2_b32(address) if count == 2 else lds_v4_b32(address)
 
 
-# ---- asynchronous copies -----------------------------------------------------------------------------------------
-cp_async_16_or_zero = instruction(
+# ---- global memory by address --------------------------------------------------------------------------------------
+_LOAD_BF16 = "{{ .reg .b16 h; .reg .b32 w; ld.global{}.b16 h, [$1]; cvt.u32.u16 w, h; shl.b32 w, w, 16; mov.b32 $0, w; }}"
+# .nc: memory that nothing writes during the launch
+ldg_nc_b32 = ordered("ld.global.nc.b32 $0, [$1];", "l -> r", "Load 4 bytes that nothing writes.")
+ldg_nc_v2_b32 = ordered("ld.global.nc.v2.b32 {$0, $1}, [$2];", "l -> rr", "Load 8 aligned bytes that nothing writes.")
+ldg_nc_v4_b32 = ordered(
+    "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "l -> rrrr", "Load 16 aligned bytes that nothing writes."
+)
+ldg_nc_f32 = ordered("ld.global.nc.f32 $0, [$1];", "l -> f", "Load one fp32 that nothing writes.")
+ldg_nc_bf16 = ordered(_LOAD_BF16.format(".nc"), "l -> f", "Load one bf16 that nothing writes, widened to fp32.")
+ldg_b32 = ordered("ld.global.b32 $0, [$1];", "l -> r", "Load 4 bytes.")
+ldg_v2_b32 = ordered("ld.global.v2.b32 {$0, $1}, [$2];", "l -> rr", "Load 8 aligned bytes.")
+ldg_b64 = ordered("ld.global.b64 $0, [$1];", "l -> l", "Load 8 aligned bytes as one integer.")
+ldg_f32 = ordered("ld.global.f32 $0, [$1];", "l -> f", "Load one fp32.")
+ldg_v4_f32 = ordered("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "l -> ffff", "Load four fp32, 16-byte aligned.")
+ldg_bf16 = ordered(_LOAD_BF16.format(""), "l -> f", "Load one bf16, widened to fp32.")
+ldg_acquire_b32 = ordered(
+    "ld.acquire.gpu.global.b32 $0, [$1];",
+    "l -> r",
+    "Load 4 bytes; what their writer released before them is visible to this thread afterwards.",
+)
+stg_b16 = ordered("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", "lr ->", "Store the low 2 bytes.")
+stg_b32 = ordered("st.global.b32 [$0], $1;", "lr ->", "Store 4 bytes.")
+stg_v2_b32 = ordered("st.global.v2.b32 [$0], {$1, $2};", "lrr ->", "Store 8 aligned bytes.")
+stg_v4_b32 = ordered("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "lrrrr ->", "Store 16 aligned bytes.")
+stg_once_words = ordered(
+    "st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};",
+    "lrrrr ->",
+    "Store 16 aligned bytes that are not read again: they are the first to leave the L2.",
+)
+stg_f32 = ordered("st.global.f32 [$0], $1;", "lf ->", "Store one fp32.")
+stg_v2_f32 = ordered("st.global.v2.f32 [$0], {$1, $2};", "lff ->", "Store two fp32, 8-byte aligned.")
+stg_v4_f32 = ordered("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "lffff ->", "Store four fp32, 16-byte aligned.")
+stg_release_b32 = ordered(
+    "st.release.gpu.global.b32 [$0], $1;",
+    "lr ->",
+    "Store 4 bytes after everything that this thread has written or has synchronised with.",
+)
+
+
+def stg_words(address, words):
+    """Store 1, 2 or 4 words with one instruction; the address is aligned to their size."""
+    {1: stg_b32, 2: stg_v2_b32, 4: stg_v4_b32}[len(words)](address, words)
+
+
+# ---- asynchronous copies -------------------------------------------------------------------------------------------
+cp_async_16_or_zero = ordered(
     "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-    "",
-    "rlr",
-    volatile=True,
-    doc="Copy the first n of 16 bytes and zero the rest; with n = 0 the source is not read.",
+    "rlr ->",
+    "Copy the first n of 16 bytes and zero the rest; with n = 0 the source is not read.",
 )
-cp_async_wait_all = instruction(
-    "cp.async.wait_all;", "", "", volatile=True, doc="Wait for all cp.async of this thread, committed or not."
-)
-cp_async_mbarrier_arrive = instruction(
+cp_async_wait_all = ordered("cp.async.wait_all;", "->", "Wait for all cp.async of this thread, committed or not.")
+cp_async_mbarrier_arrive = ordered(
     "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];",
-    "",
-    "r",
-    volatile=True,
-    doc="Arrive on the mbarrier once all earlier cp.async of this thread are done; counts as one expected arrival.",
+    "r ->",
+    "Arrive on the mbarrier once all earlier cp.async of this thread are done; counts as one expected arrival.",
 )
-bulk_load = instruction(
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-    "",
-    "rlrr",
-    volatile=True,
-    doc="Bulk copy of n bytes (a multiple of 16) global -> shared that completes on an mbarrier; one thread issues it.",
+# Operands: shared-memory address, global address, bytes (a multiple of 16), mbarrier; then the mask of CTAs; then the policy.
+_BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+_WITH_MASK = "{{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n{} }}"
+_MULTICAST = _BULK_LOAD + ".multicast::cluster"
+bulk_load = ordered(
+    f"{_BULK_LOAD} [$0], [$1], $2, [$3];",
+    "rlrr ->",
+    "Bulk copy of n bytes global -> shared that completes on an mbarrier; one thread issues it.",
 )
-bulk_load_multicast = instruction(
-    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [$0], [$1], $2, [$3], mask; }",
-    "",
-    "rlrrr",
-    volatile=True,
-    doc="bulk_load into all CTAs of the cluster whose bits are set in a mask: the same places, each on its own mbarrier.",
+bulk_load_multicast = ordered(
+    _WITH_MASK.format(f"{_MULTICAST} [$0], [$1], $2, [$3], mask;"),
+    "rlrrr ->",
+    "bulk_load into all CTAs of the cluster whose bits are set in a mask: to the same offsets, each on its own mbarrier.",
 )
-bulk_store = instruction(
-    "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
-    "",
-    "lrr",
-    volatile=True,
-    doc="Bulk copy of n bytes (a multiple of 16) shared -> global; one thread issues it, after a proxy fence and a barrier.",
+_bulk_load_hinted = ordered(
+    f"{_BULK_LOAD}.L2::cache_hint [$0], [$1], $2, [$3], $4;", "rlrrl ->", "bulk_load with an L2 cache policy."
 )
-ONCE = 0x12F0000000000000  # the cache policy that createpolicy.fractional makes for all of what is the first to leave the L2
-_bulk_load_hinted = instruction(
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;",
-    "",
-    "rlrrl",
-    volatile=True,
-    doc="",
+_bulk_load_multicast_hinted = ordered(
+    _WITH_MASK.format(f"{_MULTICAST}.L2::cache_hint [$0], [$1], $2, [$3], mask, $5;"),
+    "rlrrrl ->",
+    "bulk_load_multicast with an L2 cache policy.",
 )
-_bulk_load_multicast_hinted = instruction(
-    "{ .reg .b16 mask;\ncvt.u16.u32 mask, $4;\n"
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-    "[$0], [$1], $2, [$3], mask, $5; }",
-    "",
-    "rlrrrl",
-    volatile=True,
-    doc="",
-)
+ONCE = 0x12F0000000000000  # the policy that createpolicy.fractional makes: all bytes are the first to leave the L2
 
 
 def bulk_load_once(*operands):
@@ -507,85 +340,67 @@ def bulk_load_multicast_once(*operands):
     _bulk_load_multicast_hinted(*operands, ONCE)
 
 
-bulk_commit = instruction("cp.async.bulk.commit_group;", "", "", volatile=True, doc="Close a group of bulk stores.")
-bulk_wait = instruction(
-    "cp.async.bulk.wait_group 0;",
-    "",
-    "",
-    volatile=True,
-    doc="Wait until what this thread's closed groups of bulk stores wrote is there.",
+bulk_store = ordered(
+    "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
+    "lrr ->",
+    "Bulk copy of n bytes (a multiple of 16) shared -> global; one thread issues it, after a proxy fence and a barrier.",
 )
-bulk_wait_read = instruction(
-    "cp.async.bulk.wait_group.read 0;",
-    "",
-    "",
-    volatile=True,
-    doc="Wait until this thread's bulk stores have read their source.",
-)
-fence_proxy_async = instruction(
+bulk_commit = ordered("cp.async.bulk.commit_group;", "->", "Close a group of bulk stores.")
+bulk_wait = ordered("cp.async.bulk.wait_group 0;", "->", "Wait until this thread's closed groups of bulk stores have written.")
+bulk_wait_read = ordered("cp.async.bulk.wait_group.read 0;", "->", "Wait until they have read their source.")
+fence_proxy_async = ordered(
     "fence.proxy.async.shared::cta;",
-    "",
-    "",
-    volatile=True,
-    doc="Make this thread's ordinary shared-memory accesses visible to the copy engine and the tensor cores.",
+    "->",
+    "Make this thread's ordinary shared-memory accesses visible to the copy engine and the tensor cores.",
+)
+fence_proxy_async_global = ordered(
+    "fence.proxy.async.global;",
+    "->",
+    "Order global memory that this thread has seen or written before the copy engine's later reads of it.",
 )
 
-# ---- clusters ----------------------------------------------------------------------------------------------------
-cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", "r", "", volatile=False, doc="Number of this CTA in its cluster.")
-cluster_arrive = instruction(
+# ---- other CTAs, other grids ---------------------------------------------------------------------------------------
+cluster_rank = pure("mov.u32 $0, %cluster_ctarank;", "-> r", "Number of this CTA in its cluster.")
+cluster_arrive = ordered(
     "barrier.cluster.arrive.release.aligned;",
-    "",
-    "",
-    volatile=True,
-    doc="Arrive at the barrier of all threads of the cluster, after everything this thread has done.",
+    "->",
+    "Arrive at the barrier of all threads of the cluster, after everything that this thread has done.",
 )
-cluster_arrive_relaxed = instruction(
+cluster_arrive_relaxed = ordered(
     "barrier.cluster.arrive.relaxed.aligned;",
-    "",
-    "",
-    volatile=True,
-    doc="cluster_arrive that orders nothing but mbarriers initialised before a fence of their own.",
+    "->",
+    "cluster_arrive that orders nothing but mbarriers initialised before a fence of their own.",
 )
-cluster_wait = instruction(
-    "barrier.cluster.wait.acquire.aligned;", "", "", volatile=True, doc="Wait for the others' cluster_arrive."
-)
-mbarrier_arrive_remote = instruction(
+cluster_wait = ordered("barrier.cluster.wait.acquire.aligned;", "->", "Wait for all threads' cluster_arrive.")
+mbarrier_arrive_remote = ordered(
     "{ .reg .b32 there;\nmapa.shared::cluster.u32 there, $0, $1;\nmbarrier.arrive.shared::cluster.b64 _, [there]; }",
-    "",
-    "rr",
-    volatile=True,
-    doc="Arrive on the mbarrier at the same place in another CTA of the cluster. Releases nothing to threads there: at cluster "
+    "rr ->",
+    "Arrive on the mbarrier at the same offset in another CTA of the cluster. Releases nothing to threads there: at cluster "
     "scope the instruction waits for all memory accesses of its thread.",
 )
+fence_gpu = ordered("fence.acq_rel.gpu;", "->", "Order this thread's accesses before and after for all threads of the GPU.")
+dependency_wait = ordered("griddepcontrol.wait;", "->", "Wait until the preceding grid has finished and flushed its writes.")
+dependency_launch = ordered("griddepcontrol.launch_dependents;", "->", "Let the dependent grid start as soon as SMs are free.")
+nanosleep = ordered("nanosleep.u32 $0;", "r ->", "Pause for 0 to 2n nanoseconds, n below 10^6.")
 
-# ---- programmatic dependent launch --------------------------------------------------------------------------------
-fence_proxy_async_global = instruction(
-    "fence.proxy.async.global;",
-    "",
-    "",
-    volatile=True,
-    doc="Order global memory that this thread has seen or written before the copy engine's later reads of it.",
+# ---- what keeps ptxas and LLVM from reordering ---------------------------------------------------------------------
+lane_index = ordered("mov.u32 $0, %laneid;", "-> r", "The lane, read from the special register each time; see thread_index.")
+thread_index = ordered(
+    "mov.u32 $0, %tid.x;",
+    "-> r",
+    "threadIdx.x, read from the special register each time: what depends on it is not kept in registers.",
 )
-dependency_wait = instruction(
-    "griddepcontrol.wait;",
-    "",
-    "",
-    volatile=True,
-    doc="Wait until the preceding grid has finished and flushed its writes.",
-)
-dependency_launch = instruction(
-    "griddepcontrol.launch_dependents;",
-    "",
-    "",
-    volatile=True,
-    doc="Let the dependent grid start as soon as SMs are free.",
+force_compute = ordered(
+    "{ .reg .pred p; setp.lt.s32 p, $0, 0; @p st.shared.v4.f32 [$0], {$1, $2, $3, $4}; }",
+    "rffff ->",
+    "Have four fp32 computed here. It is a store that an address of shared memory, never negative, prevents. Without it ptxas "
+    "keeps in registers what they are computed from, until they are used.",
 )
 
 
-# ---- scheduling --------------------------------------------------------------------------------------------------
 @dsl_user_op
 def pin(values, *, loc=None, ip=None):
-    """Return register values (all of one type) unchanged, through an empty instruction that LLVM does not move: what
+    """Return register values, all of one type, unchanged, through an empty instruction that LLVM does not move: what
     computes them stays before it."""
     letter = next(letter for letter, kind in _DSL_TYPE.items() if isinstance(values[0], kind))
     kind, count = _mlir_type(letter), len(values)
@@ -601,32 +416,3 @@ def pin(values, *, loc=None, ip=None):
         ip=ip,
     )
     return tuple(_DSL_TYPE[letter](llvm.extractvalue(kind, raw, [i], loc=loc, ip=ip)) for i in range(count))
-
-
-fence_gpu = instruction(
-    "fence.acq_rel.gpu;",
-    "",
-    "",
-    volatile=True,
-    doc="Order this thread's accesses before and after for all threads of the GPU.",
-)
-_settle = instruction(
-    "{ .reg .pred p; setp.lt.s32 p, $0, 0; @p st.shared.v4.f32 [$0], {$1, $2, $3, $4}; }", "", "rffff", volatile=True, doc=""
-)
-
-
-def settle(address, words):
-    """Have four words computed here: a store, which an address of shared memory prevents. ptxas would rather keep what
-    they are made of in registers until they are used."""
-    _settle(address, *words)
-
-
-nanosleep = instruction("nanosleep.u32 $0;", "", "r", volatile=True, doc="Pause for 0 to 2n nanoseconds, n below 10^6.")
-lane_index = instruction("mov.u32 $0, %laneid;", "r", "", volatile=True, doc="The lane, read anew: as thread_index.")
-thread_index = instruction(
-    "mov.u32 $0, %tid.x;",
-    "r",
-    "",
-    volatile=True,
-    doc="threadIdx.x, read anew: what depends on it is not kept in registers.",
-)

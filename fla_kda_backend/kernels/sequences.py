@@ -1,9 +1,12 @@
 """Where a sequence lies in the token axis and in the workspace, computed on the device from cu_seqlens alone.
 
-A chunk of C = 2**log2_chunk tokens occupies one slot of the workspace. Packed sequences: slot base of sequence s =
-(cu_seqlens[s] >> log2_chunk) + s. Two neighbouring bases are at least ceil(length / C) apart, so the chunks of two
-sequences never share a slot, and no prefix sum over lengths is needed; some slots stay empty. Batches of equal length:
-slot base of sequence s = s * ceil(seq_len / C), and no slot is empty.
+A chunk of C = 2**log2_chunk tokens occupies one slot of the workspace. The slot base of a sequence is the slot of its first
+chunk. Packed sequences: slot base of sequence s = (cu_seqlens[s] >> log2_chunk) + s. Two neighbouring bases are at least
+ceil(length / C) apart, so the chunks of two sequences never share a slot, and no prefix sum over lengths is needed. Some
+slots stay empty. Batches of equal length: slot base of sequence s = s * ceil(seq_len / C), and no slot is empty.
+
+cu_dtype is the dtype of cu_seqlens, "int32" or "int64"; None: there is none, all sequences have seq_len tokens. Packed,
+`seq_len` or `tokens` is the number of tokens in the tensors.
 """
 
 import cutlass
@@ -12,8 +15,6 @@ from cutlass import Int32, Int64, const_expr
 
 from fla_kda_backend.kernels import ptx
 
-CU_DTYPES = (None, "int32", "int64")
-
 
 def _cu(cu_seqlens, index, cu_dtype):
     if const_expr(cu_dtype == "int64"):
@@ -21,7 +22,7 @@ def _cu(cu_seqlens, index, cu_dtype):
     return ptx.ldg_b32(cu_seqlens + Int64(index) * 4)
 
 
-def _inside(token, tokens):
+def _clamp(token, tokens):
     return cutlass.max(cutlass.min(token, tokens), Int32(0))
 
 
@@ -29,15 +30,15 @@ def _inside(token, tokens):
 def sequence(s, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
     """First token, length in tokens and slot base of sequence `s`.
 
-    Packed: `seq_len` is the number of tokens in the tensors. Entries of cu_seqlens outside them are clamped to them, and
-    where entries fall the sequence is empty: nothing that stands in cu_seqlens makes a kernel hang or leave its tensors.
+    Entries of cu_seqlens outside the tensors are clamped to them, and where entries fall the sequence is empty: whatever
+    cu_seqlens holds, no kernel hangs or leaves its tensors.
     """
-    return placed(s, entries(s, cu_seqlens, cu_dtype), seq_len, log2_chunk, cu_dtype)
+    return sequence_from_entries(s, entries(s, cu_seqlens, cu_dtype), seq_len, log2_chunk, cu_dtype)
 
 
 @cute.jit
 def entries(s, cu_seqlens, cu_dtype: cutlass.Constexpr):
-    """What `placed` needs of memory: the two entries of cu_seqlens at `s`; s < 0: zeros."""
+    """What `sequence_from_entries` needs of memory: the entries s and s + 1 of cu_seqlens; s < 0: zeros."""
     begin, end = Int32(0), Int32(0)
     if const_expr(cu_dtype is not None):
         if s >= 0:
@@ -46,22 +47,22 @@ def entries(s, cu_seqlens, cu_dtype: cutlass.Constexpr):
 
 
 @cute.jit
-def placed(s, entries, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
-    """`sequence`, from its entries of cu_seqlens, so that they can be loaded long before."""
+def sequence_from_entries(s, entries, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
+    """As `sequence`, from its `entries`, which can be loaded long before."""
     if const_expr(cu_dtype is None):
         chunks = (seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk
         return s * seq_len, seq_len, s * chunks
     else:
-        begin, end = _inside(entries[0], seq_len), _inside(entries[1], seq_len)
+        begin, end = _clamp(entries[0], seq_len), _clamp(entries[1], seq_len)
         return begin, cutlass.max(end - begin, Int32(0)), (begin >> log2_chunk) + s
 
 
 @cute.jit
 def sequence_of_slot(slot, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
-    """The sequence whose slot base is the last one at or before `slot`, or the first; to be called by whole warps.
+    """The sequence whose slot base is the last one at or before `slot`, or else the first; to be called by whole warps.
 
-    Packed sequences are searched 32 ways at a time: every lane reads one entry of cu_seqlens, a ballot says how many
-    bases are at or before the slot. log_32(num_seqs) dependent loads.
+    Packed sequences are searched 32 ways at a time: each lane reads one entry of cu_seqlens, a ballot says how many bases
+    are at or before the slot. That takes log_32(num_seqs) dependent loads.
     """
     if const_expr(cu_dtype is None):
         chunks = (seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk
@@ -89,8 +90,8 @@ def sequence_from_end(number, behind, count, slot_begin, slot_end, cu_seqlens, t
                       cu_dtype: cutlass.Constexpr):  # fmt: skip
     """The packed sequence that holds chunk `number`, and how many chunks lie behind that sequence; (-1, ..): none does.
 
-    Chunks in slots [slot_begin, slot_end) are numbered from the last one down. The sequence is one of the first `count`,
-    and `behind` chunks lie behind those. To be called by whole warps: 32 sequences, and one load, at a time.
+    Chunks in slots [slot_begin, slot_end) are numbered from the last one backwards. The sequence is one of the first
+    `count`, and `behind` chunks lie behind those. To be called by whole warps: 32 sequences per step, one load each.
     """
     lane = cute.arch.lane_idx()
     found = Int32(-1)
@@ -131,10 +132,10 @@ def chunks_of(first, end, cu_seqlens, tokens, log2_chunk: cutlass.Constexpr, cu_
 
 @cute.jit
 def first_row(before, length, num_seqs, tokens, log2_chunk: cutlass.Constexpr):
-    """Row of a packed sequence's first chunk, `before` chunks of other sequences before it, among rows without gaps.
+    """Row of a packed sequence's first chunk among rows without gaps, where `before` chunks of other sequences come first.
 
-    That is `before`, unless sequences overlap, because entries of cu_seqlens fall: no row lies past the last one that
-    `num_seqs` sequences side by side in `tokens` tokens can need.
+    That is `before`, except where entries of cu_seqlens fall and sequences therefore overlap: no row lies past the last
+    one that `num_seqs` sequences side by side in `tokens` tokens can need.
     """
     up = const_expr((1 << log2_chunk) - 1)
     return cutlass.min(before, ((tokens + up) >> log2_chunk) + num_seqs - 1 - ((length + up) >> log2_chunk))
@@ -142,7 +143,7 @@ def first_row(before, length, num_seqs, tokens, log2_chunk: cutlass.Constexpr):
 
 @cute.jit
 def chunks_before(s, length, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.Constexpr, cu_dtype: cutlass.Constexpr):
-    """Row of the first chunk of sequence `s`, of `length` tokens, among rows without gaps; to be called by whole warps."""
+    """Row of the first chunk of sequence `s` of `length` tokens, among rows without gaps; to be called by whole warps."""
     if const_expr(cu_dtype is None):
         return s * ((seq_len + ((1 << log2_chunk) - 1)) >> log2_chunk)
     else:
@@ -152,14 +153,14 @@ def chunks_before(s, length, num_seqs, cu_seqlens, seq_len, log2_chunk: cutlass.
 
 @cute.jit
 def span(num_seqs, cu_seqlens, cu_dtype: cutlass.Constexpr):
-    """First token of the first packed sequence and end of the last: rows outside belong to no sequence."""
+    """First token of the first packed sequence and end of the last one: rows outside belong to no sequence."""
     return _cu(cu_seqlens, Int32(0), cu_dtype), _cu(cu_seqlens, num_seqs, cu_dtype)
 
 
 @cute.jit
 def clear_rows(out, row, count: cutlass.Constexpr, first, end, tokens, head, heads, thread, threads: cutlass.Constexpr):
-    """Zero those of `count` rows of out [tokens, heads, 128] bf16, from `row` on, that lie outside [first, end)."""
-    for i in cutlass.range_constexpr(16 * count // threads):  # 16 threads a row
+    """Zero the rows of out [tokens, heads, 128] bf16 that lie in [row, row + count) but outside [first, end), for one head."""
+    for i in cutlass.range_constexpr(16 * count // threads):  # 16 threads per row
         at = row + thread // 16 + threads // 16 * i
         if at < tokens and (at < first or at >= end):
             address = out + (Int64(at) * Int64(heads) + Int64(head)) * 256 + Int64(thread % 16) * 16

@@ -1,1 +1,1 @@
-"""References: exact (the rounding order of the kernels) and gold (double precision, token by token)."""
+"""References in torch: exact.py, the roundings of the 16-token kernels one by one, and gold.py, double precision."""

@@ -1,7 +1,7 @@
-"""The device's own arithmetic on CUDA tensors: the function set of host_math, through small Triton kernels.
+"""The device's own arithmetic on CUDA tensors: the functions of host_math, through small Triton kernels.
 
-Each function runs exactly the instruction that its docstring names, so that results have the bits of a hand-written
-kernel. Tensors are fp32 unless a line says otherwise; a Python number may stand for any but the first argument.
+Each function runs exactly the instruction that its docstring names: its results have the bits of a hand-written kernel.
+Tensors are fp32 unless a line says otherwise; every argument but the first may be a Python number instead.
 """
 
 import torch
@@ -45,8 +45,8 @@ def product_kernel(
     TILE_N: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """One warp and one tile of 16 rows a program: `tl.dot` can then only become mma.sync.m16n8k16 (wgmma needs 4 warps
-    and 64 rows), and a dot of depth 16 is one such instruction for every 8 columns. The loop fixes the k order."""
+    """One warp and one tile of 16 rows per program: `tl.dot` can then only become mma.sync.m16n8k16 (wgmma needs 4 warps
+    and 64 rows), and a dot of depth 16 is one such instruction per 8 columns. The loop fixes the order of k."""
     batch = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * 16 + tl.arange(0, 16)
     columns = tl.program_id(2) * TILE_N + tl.arange(0, TILE_N)
@@ -115,8 +115,8 @@ def fma(x, y, z):
 def product(a, b, dtype=torch.float32):
     """a . b by `mma.sync.aligned.m16n8k16`, k-blocks in ascending order from a zero accumulator.
 
-    a [..., M, K], b [..., K, N] with equal leading dimensions, both bf16 or both fp16; dtype is that of the accumulator
-    and the result: fp32, or fp16 for fp16 operands. Raises ValueError unless M, N and K are multiples of 16.
+    a [..., M, K], b [..., K, N] with equal leading dimensions, both bf16 or both fp16; dtype: of the accumulator and
+    the result, fp32, or fp16 for fp16 operands. Raises ValueError unless M, N and K are multiples of 16.
     """
     *leading, rows, depth = a.shape
     columns = b.shape[-1]

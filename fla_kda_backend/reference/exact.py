@@ -1,8 +1,8 @@
 """The 16-token kernels' arithmetic in torch, rounding by rounding: "exact", which is FlashKDA's, and "robust".
 
-A sequence is cut into chunks of 16 tokens. `prepare` treats all chunks at once; `recur` walks a sequence chunk by
-chunk, all heads and all sequences together. With R a rounding to bf16, c the running sum of the log2 decay in a chunk
-and k, q normalised and rounded:
+A sequence is cut into chunks of 16 tokens. `prepare` treats all chunks at once. `recur` walks all sequences and heads
+together, chunk by chunk. With R a rounding to bf16, c the running sum of the log2 decay in a chunk, and k, q normalised and
+rounded:
 
     exact                                               robust
     k_start = R(k R(2^c))                               R(k 2^c)
@@ -18,9 +18,9 @@ and k, q normalised and rounded:
     o  = R(R(q_start . S) + R(scores . U))              R(q_start . R(S) + scores . U)
     S' = R(2^c_15 S + k_end^T . U)                      2^c_15 S + k_end^T . U
 
-What is not rounded to bf16 is fp32. On a GPU every step uses the instructions that the kernels use (device_math): the bits
-of "exact" are theirs, and "robust" sums in another order where a tensor core adds to what it is given. On a CPU host_math
-comes close. The robust kernel is described for FlashKDA's call, where 2^-c has a bound.
+What is not rounded to bf16 is fp32. On a GPU every step uses the instructions that the kernels use (device_math). The bits
+of "exact" are then the kernels' own; "robust" sums in another order where a tensor core adds to an accumulator. On a CPU
+host_math comes close. The robust kernels are described for FlashKDA's call alone, where 2^-c has a bound.
 """
 
 import torch
@@ -54,14 +54,16 @@ def forward(
 
     arithmetic: "exact" or "robust". The state is carried as bf16, or robust: fp32.
 
-    Returns out [B, T, H, 128] bf16 and final_state [N, H, V, K], N being the number of sequences (B without
-    cu_seqlens); the state has the dtype of initial_state, fp32 without one. With return_workspace also a dict of what
-    the prepare kernel leaves: k_start, q_start, k_end [H * C, 16, 128] bf16, decay_total [H * C, 128] fp32, inverse,
-    scores [H * C, 16, 16] bf16, index head * C + chunk; the C chunks of all sequences follow each other without gaps. Of the
+    Returns out [B, T, H, 128] bf16 and final_state [N, H, V, K], N being the number of sequences (B without cu_seqlens). The
+    state has the dtype of initial_state, fp32 without one. With return_workspace a dict of what the prepare kernel leaves
+    comes third: k_start, q_start, k_end [H * C, 16, 128] bf16, decay_total [H * C, 128] fp32, inverse, scores
+    [H * C, 16, 16] bf16, at index head * C + chunk. The C chunks of all sequences follow each other without gaps. In the
     robust inverse, M lies below the diagonal and the transpose of the second term above it.
 
-    Rows past a sequence's end count as zero in q, k, v and beta. Raises ValueError for another head dimension, a
-    lower_bound outside [-5, 0), or an unknown arithmetic.
+    Rows past a sequence's end count as zero in q, k, v and beta.
+
+    Raises:
+        ValueError: another head dimension, a lower_bound outside [-5, 0), or an unknown arithmetic.
     """
     batch, tokens, heads, dim = q.shape
     if dim != HEAD_DIM or v.shape[-1] != HEAD_DIM:
@@ -140,7 +142,7 @@ def chunk_rows(bounds, device=None):
 
 
 def sigmoid(math, x):
-    """FlashKDA's."""
+    """The sigmoid of x as FlashKDA computes it."""
     return math.fma(math.tanh(math.mul(x, 0.5)), 0.5, 0.5)
 
 
@@ -167,7 +169,7 @@ def normalise(math, x):
 
 
 def log2_decay(math, g, inside, A_log, dt_bias, lower_bound, robust=False):
-    """Running sum of the log2 decay over a chunk's rows, g [H, C, 16, 128] bf16 -> fp32; rows past the end add 0."""
+    """Running sum of the log2 decay over a chunk's rows, from g [H, C, 16, 128] bf16, in fp32; rows past the end add 0."""
     gate_scale = torch.tensor(lower_bound * LOG2_E, dtype=torch.float64).float().item()
     steepness = math.ex2(math.mul(A_log, LOG2_E_FP32))[:, None, None, None]
     x = math.add(g.float(), dt_bias[:, None, None, :])
@@ -185,7 +187,7 @@ def log2_decay(math, g, inside, A_log, dt_bias, lower_bound, robust=False):
 
 
 def prepare(math, q, k, g, beta, inside, scale, A_log, dt_bias, lower_bound, robust=False):
-    """All that needs no state: q, k, g [H, C, 16, 128] bf16, beta [H, C, 16] fp32 -> dict of [H, C, ...] tensors."""
+    """All that needs no state, as a dict of [H, C, ...] tensors; q, k, g [H, C, 16, 128] bf16, beta [H, C, 16] fp32."""
     q, k = normalise(math, q), normalise(math, k)
     c = log2_decay(math, g, inside, A_log, dt_bias, lower_bound, robust)
     k_start, q_start, k_inv, k_end = (rows_robust if robust else rows_exact)(math, q, k, c, scale)
@@ -214,7 +216,7 @@ def rows_exact(math, q, k, c, scale):
 
 
 def rows_robust(math, q, k, c, scale):
-    """The same; only results are rounded."""
+    """As rows_exact, but only results are rounded."""
     shrink, rest = math.ex2(c), math.ex2(math.add(c[:, :, -1:], -c))
     return (
         multiply(math, k, shrink),
@@ -240,7 +242,7 @@ def invert_neumann(math, lower, beta):
 
 
 def invert_by_substitution(math, lower, beta):
-    """(I + L)^-1 row by row in fp32: X_i = I_i - sum over j < i of L_ij X_j, one fused step for each j."""
+    """(I + L)^-1 row by row in fp32: X_i = I_i - sum over j < i of L_ij X_j, one fused step per j."""
     lower = math.mul(lower, beta[..., None])
     rows = []
     for i in range(CHUNK):
@@ -253,7 +255,7 @@ def invert_by_substitution(math, lower, beta):
 
 
 def two_terms(inverse):
-    """inverse - I as bf16 below the diagonal, and what that leaves, transposed, above it."""
+    """inverse - I as bf16 below the diagonal, and the rounded rest, transposed, above it."""
     inverse = inverse.tril(-1)
     lead = inverse.to(bf16)
     return lead + (inverse - lead.float()).to(bf16).mT
@@ -279,7 +281,7 @@ def recur(math, workspace, v, beta, state, first_chunk, robust=False):
 
 
 def step_exact(math, k_start, q_start, k_end, decay_total, inverse, scores, v, beta, s):
-    """Output of a chunk and the state [.., V, K] behind it."""
+    """Output of a chunk and the state [.., V, K] after it."""
     operand = s.mT
     read = math.product(k_start, operand).to(bf16)
     out_state = math.product(q_start, operand).to(bf16)
@@ -290,7 +292,7 @@ def step_exact(math, k_start, q_start, k_end, decay_total, inverse, scores, v, b
 
 
 def step_robust(math, k_start, q_start, k_end, decay_total, inverse, scores, v, beta, s):
-    """The same; `inverse` is what two_terms gives."""
+    """As step_exact; `inverse` is what two_terms gives."""
     operand = s.to(bf16).mT
     u = math.mul(math.add(v.float(), -math.product(k_start, operand)), beta)
     rounded = u.to(bf16)

@@ -1,8 +1,8 @@
-"""KDA token by token in double precision: what every kernel's error is measured against.
+"""KDA token by token in double precision: the errors of all kernels are measured against it.
 
     S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T        o_t = scale S_t^T q_t
 
-(Kimi Linear, arXiv 2510.26692), with the gates and flags of `fla.ops.kda.chunk_kda`.
+(Kimi Linear, arXiv 2510.26692), with the gates and flags of `fla.ops.kda.chunk_kda`. Gate forms stand in `log_decay` alone.
 """
 
 import torch
@@ -38,12 +38,14 @@ def forward(
     chunk_size=64,
     transpose_state_layout=False,
 ):
-    """The arguments of chunk_kda, of any float dtype and on any device; output_final_state, safe_gate, disable_recompute,
-    cu_seqlens_cpu, use_graph and max_num_seqs change nothing here, chunk_size only the number of intermediate states.
+    """The arguments of chunk_kda, of any float dtype and on any device.
+
+    output_final_state, safe_gate, disable_recompute, cu_seqlens_cpu, use_graph and max_num_seqs change nothing here;
+    chunk_size changes only the number of intermediate states.
 
     Returns out [B, T, HV, V] and final_state in the layout of initial_state, both fp64. The final state of an empty
-    sequence is its initial state, or zeros. With return_intermediate_states, third, the states before each chunk of
-    chunk_size tokens, [B, NT, HV, K, V] or [B, NT, HV, V, K], sequence after sequence.
+    sequence is its initial state, or zeros. With return_intermediate_states the states before each chunk of chunk_size
+    tokens come third, [B, NT, HV, K, V] or [B, NT, HV, V, K], sequence after sequence.
     """
     batch, tokens, heads, dim_k = q.shape
     value_heads, dim_v = v.shape[2:]
@@ -100,8 +102,11 @@ def forward(
 
 
 def log_decay(g, A_log, dt_bias, lower_bound):
-    """The in-kernel gate on raw g [..., HV, K] fp64: lower_bound sigmoid(exp(A_log) (g + dt_bias)) where a bound is
-    given (A_log may then be None, for a factor of 1), else -exp(A_log) softplus(g + dt_bias)."""
+    """The log decay of the gate in the kernel, from raw g [..., HV, K] fp64.
+
+    With a bound lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), and A_log may be None for exp(A_log) = 1; without one
+    -exp(A_log) * softplus(g + dt_bias).
+    """
     if dt_bias is not None:
         g = g + dt_bias.double().reshape(g.shape[-2:])
     steepness = 1.0 if A_log is None else A_log.double().exp().reshape(-1, 1)

@@ -1,8 +1,8 @@
 """The device's arithmetic emulated on the CPU, with the function set of device_math.
 
-Only nearly the device's: accurate functions stand for the approximate instructions (they differ in the last bits), and
-a matrix product sums each block of 16 products in double precision.
-All tensors are fp32 unless a line says otherwise.
+It comes near the device's arithmetic, but is not the same: accurate functions stand for the approximate instructions, from
+which they differ in the last bits, and a matrix product sums each block of 16 products in double precision. All tensors are
+fp32 unless a line says otherwise.
 """
 
 import torch
@@ -56,7 +56,7 @@ def fma(x, y, z):
 def product(a, b, dtype=torch.float32):
     """a . b by k16 steps in ascending order from a zero accumulator, for `mma.sync.m16n8k16`.
 
-    a [..., M, K], b [..., K, N], both bf16 or both fp16, K a multiple of 16; dtype is that of the accumulator and the
+    a [..., M, K], b [..., K, N], both bf16 or both fp16, K a multiple of 16; dtype: of the accumulator and the
     result. The tensor core truncates where this rounds to nearest: about one bf16 result in 10,000 differs.
     """
     total = None

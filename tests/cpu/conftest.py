@@ -32,11 +32,11 @@ def kda():
 
 @pytest.fixture
 def op(monkeypatch):
-    """A stand-in for op.py; `calls` are those it ran, `run` can be replaced. It keeps the calls that it prepares."""
+    """A stand-in for op.py; `calls` are the geometries of those it ran, `run` can be replaced."""
     module = types.ModuleType("fla_kda_backend.op")
     module.calls = []
-    module.run = lambda call, plan: module.calls.append((call, plan)) or (OURS, None)
-    module.prepare = lambda call, plan: lambda *tensors: module.run(call, plan)
+    module.run = lambda sizes: module.calls.append(sizes) or (OURS, None)
+    module.Launch = lambda sizes: lambda *tensors: module.run(sizes)
     monkeypatch.setitem(sys.modules, "fla_kda_backend.op", module)
     return module
 

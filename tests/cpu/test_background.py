@@ -50,7 +50,6 @@ def world(monkeypatch, empty_library, built, loaded):
     monkeypatch.setattr(facts, "device_facts", lambda device: (world.capability, H200.sm_count))
     monkeypatch.setattr(op, "_current_device", lambda: None)  # as the index of a CPU
     monkeypatch.setattr(op, "_stream_handle", lambda index: 7)
-    monkeypatch.setattr(op, "_specs", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: world.capability)
     monkeypatch.setenv(config.COMPILE.name, "background")
     assert fla_kda_backend.register()

@@ -1,5 +1,7 @@
 """The table of calls that the GPU tests cover: what meets in it, what its calls are, and its compiled variants."""
 
+from dataclasses import asdict, replace
+
 import emulated_launch
 import pytest
 import torch
@@ -42,15 +44,15 @@ def uncovered(of, dimensions, strength):
 
 
 def test_every_three_choices_of_the_arithmetic_meet():
-    assert not uncovered([kind._asdict() for kind in KINDS], ARITHMETIC, 3)
+    assert not uncovered([asdict(kind) for kind in KINDS], ARITHMETIC, 3)
     assert len(set(KINDS)) == len(KINDS) <= 60
 
 
 def test_every_two_choices_meet():
     dimensions = ARITHMETIC | STORAGE | AT_RUN_TIME
-    assert not uncovered([case._asdict() | case.kind._asdict() for case in CASES], dimensions, 2)
+    assert not uncovered([case._asdict() | asdict(case.kind) for case in CASES], dimensions, 2)
     assert len(set(CASES)) == len(CASES) >= 200
-    assert not uncovered([kind._asdict() for kind in specs.ROBUST_KINDS], ARITHMETIC | STORAGE, 2)
+    assert not uncovered([asdict(kind) for kind in specs.ROBUST_KINDS], ARITHMETIC | STORAGE, 2)
 
 
 def test_cases_are_small():
@@ -66,8 +68,7 @@ def test_a_call_is_of_its_kind(case):
     assert eligibility.check(call, INFERENCE).accepted
     plan = planning.plan(call, INFERENCE)
     assert plan.kernel == "wy64" and not plan.params["replay"]
-    defaults, wanted = planning.FLASHKDA, case.kind._asdict()
-    assert planning.kinds(call) == {name: wanted[name] for name in defaults if wanted[name] != defaults[name]}
+    assert plan.variant == case.kind
     assert call.heads == case.heads and call.qk_heads == 2
 
 
@@ -77,10 +78,11 @@ def test_the_listed_variant_is_what_is_launched(name, setting, monkeypatch):
     kind = {**BY_GATE, "kimi": KIMI}[name]
     launched = emulated_launch.without_gpu(monkeypatch)
     facts = INFERENCE if setting == "wy64" else INFERENCE._replace(capability=(10, 0))
-    for each, listed in ((kind, {}), (kind._replace(states=True), {}), (kind._replace(states=True), {"state_chunk": 32})):
-        call = parse((), call_of(Case(each, "normal", 17, 0), chunk_size=listed.get("state_chunk", 64)))
+    for states in (None, 64, 32):
+        each = replace(kind, intermediate_states=states)
+        call = parse((), call_of(Case(each, "normal", 17, 0)))
         op.run(call, planning.plan(call, facts))
-        assert launched.pop()[0] == specs.variant_of(each, "robust" if listed else setting, **listed)
+        assert launched.pop()[0] == specs.spec_of(each, "robust" if states == 32 else setting)
         assert launched == []
 
 

@@ -1,6 +1,5 @@
 """`fla-kda compile` and `fla-kda cache`."""
 
-import itertools
 import json
 import os
 import sys
@@ -14,6 +13,7 @@ from fla_kda_backend.call import PARAMETERS
 from fla_kda_backend.cli import _calls, cache, compile, doctor
 from fla_kda_backend.compiling import KernelSpec, disk, linking, spec
 from fla_kda_backend.compiling.spec import dsl_version
+from fla_kda_backend.kernels.variant import Variant
 
 KDA = {"model_type": "kda", "num_heads": 16, "head_dim": 128, "safe_gate": True, "lower_bound": -5.0, "dtype": "bfloat16"}
 KIMI = {"model_type": "kimi_linear", "linear_attn_config": {"num_heads": 32, "head_dim": 128}, "torch_dtype": "bfloat16"}
@@ -42,8 +42,8 @@ def test_the_usual_set(capsys):
     assert counts == {"sm_90a": 66, "sm_100a": 54, "sm_103a": 54, "sm_120a": 54}
     _, lines = listed(capsys, "--mode", "auto")
     assert len(lines) == 39 and all(line.startswith("wy64 (") for line in lines)
-    for option in ("replay=True", "replay=False", "cu_dtype=int32", "cu_dtype=int64", "cu_dtype=None", "initial=fp32",
-                   "direct=True"):  # fmt: skip
+    for option in ("replay=True", "overlap=True", "cu_seqlens=int32", "cu_seqlens=int64", "initial_state=fp32",
+                   "final_state=None", "direct=True"):  # fmt: skip
         assert any(option in line for line in lines), option
 
 
@@ -54,12 +54,13 @@ PROMPTS = [(number, tokens) for number in (*range(1, 23), 33, 34, 66, 67, 100) f
 def schedules(layer, prompts):
     """Plans of calls on an H200 and on a B200 as their specs see them, workspace aside."""
     found = set()
+    kinds = [Variant(cu_seqlens=offsets, initial_state=initial) for offsets in (None, "int32") for initial in (None, "fp32")]
     for number, tokens in prompts:
         tasks = number * layer.heads
-        for packed, fresh in itertools.product((False, True), repeat=2):
-            plan = planning.wy64(number * tokens, number, layer.heads, 132, packed, fresh=fresh)
-            found.add((packed, fresh, plan.options))
-        found |= {planning.column_split(name, tasks, 1, sms).options for name, sms in (("exact", 132), ("robust", 148))}
+        for kind in kinds:
+            found.add((kind, planning.wy64(number * tokens, number, layer.heads, 132, kind).schedule))
+        for arithmetic, sms in (("exact", 132), ("robust", 148)):
+            found.add(planning.column_split(arithmetic, tasks, 1, sms, Variant()).schedule)
     return found
 
 
@@ -90,7 +91,8 @@ def test_a_kda_model(layout, config_file, tmp_path, capsys):
     kernels = [line for line in lines if line.startswith("wy64 (")]
     assert status == 0 and len(kernels) >= 18
     assert not any("column_split" in line for line in lines)  # auto mode; exact is asked for
-    assert any("column_split (arithmetic=exact" in line for line in listed(capsys, "--for", path, "--mode", "exact")[1])
+    _, lines = listed(capsys, "--for", path, "--mode", "exact")
+    assert lines and all(line.startswith("column_split (") and "robust" not in line for line in lines)
 
 
 def test_calls_are_those_of_the_layer(config_file):
@@ -152,37 +154,52 @@ def test_what_is_no_such_model(text, tmp_path, capsys):
 def test_specs_are_those_that_calls_launch():
     call = prefill(tokens=4096, batch=1)
     specs, refusals = _calls.specs_of([call, prefill(dim=64)], "sm_90a", 132, ("auto", "exact"))
-    assert [spec.family for spec in specs] == ["wy64", "column_split"] and dict(list(specs)[0].options)["replay"]
+    assert [spec.family for spec in specs] == ["wy64", "column_split"] and list(specs)[0].schedule.replay
     assert [(code, count) for (code, _), count in refusals.items()] == [("head_dim", 2)]
     assert eligibility.RUN == ((9, 0),)
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
+def test_where_nothing_can_be_linked_nothing_is_compiled(tmp_path, monkeypatch, capsys):
+    """One line says so, and names CC; what is there already needs no linker."""
+    spec = KernelSpec.of("column_split", "sm_90a")
+    monkeypatch.setattr(compile, "needed_specs", lambda archs, args: [spec])
+    monkeypatch.setattr(compile, "compile_all", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("CC", "")
+    assert cli.main(["compile", "--out", str(tmp_path / "kernels")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fla-kda compile: nothing can be linked here, set CC to a C compiler") and "neither CC" in line
+    disk.Directory(tmp_path / "kernels").add(spec, b"library")
+    assert cli.main(["compile", "--out", str(tmp_path / "kernels")]) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(dsl_version() is None or linking.missing() is not None, reason="needs the CuTe DSL and a linker")
 def test_compile_two_archs_and_list_them(tmp_path, monkeypatch, capsys):
-    specs = [KernelSpec.of("column_split", arch, arithmetic="exact", bv=32, warps=4) for arch in ("sm_90a", "sm_120a")]
+    specs = [KernelSpec.of("column_split", arch, initial_state="fp32") for arch in ("sm_90a", "sm_120a")]
     monkeypatch.setattr(compile, "needed_specs", lambda archs, args: specs)
     folder = str(tmp_path / "kernels")
     assert cli.main(["compile", "--arch", "sm_90a,sm_120a", "--out", folder, "--jobs", "2"]) == 0
     out = capsys.readouterr().out
     assert "2 kernels, 0 of them" in out and "[2/2] column_split" in out and "2 of 2 kernels are in" in out
-    assert {entry.spec for entry in disk.Directory(folder).entries()} == {*specs}
+    assert {entry.spec for entry in disk.Directory(folder).stored()} == {*specs}
     assert cli.main(["compile", "--out", folder]) == 0
     assert "2 kernels, 2 of them" in capsys.readouterr().out
     assert cli.main(["cache", "--dir", folder]) == 0
     out = capsys.readouterr().out
-    assert "sm_120a" in out and "arithmetic=exact bv=32 warps=4" in out and out.count(" ok ") == 2 and dsl_version() in out
+    assert "sm_120a" in out and "initial_state=fp32" in out and out.count(" ok ") == 2 and dsl_version() in out
 
 
 FAKE = """
 import json, os, sys
 for line in sys.stdin:
-    family, arch, options = json.loads(line)
-    assert arch == os.environ["CUTE_DSL_ARCH"]
-    bv = dict(options)["bv"]
-    if bv == 7:
+    spec = json.loads(line)
+    assert spec["arch"] == os.environ["CUTE_DSL_ARCH"]
+    stages = dict(spec["options"])["stages"]
+    if stages == 7:
         os._exit(1)
-    print(json.dumps({"seconds": 0.1, "failure": "no registers left" if bv == 5 else None}), flush=True)
+    print(json.dumps({"seconds": 0.1, "failure": "no registers left" if stages == 5 else None}), flush=True)
 """
 
 
@@ -193,11 +210,11 @@ def test_failures_are_told_and_counted(jobs, monkeypatch, tmp_path, capsys):
 
     real = compile.subprocess.Popen
     monkeypatch.setattr(compile.subprocess, "Popen", popen)
-    specs = [KernelSpec.of("column_split", arch, bv=bv) for arch in ("sm_90a", "sm_100a") for bv in (1, 2, 5)]
+    specs = [KernelSpec.of("column_split", arch, stages=n) for arch in ("sm_90a", "sm_100a") for n in (2, 3, 5)]
     assert compile.compile_all(specs, tmp_path, jobs) == 2
     out = capsys.readouterr().out
     assert out.count("FAILED: no registers left") == 2 and out.count("0.1 s") == 4 and "[6/6]" in out
-    specs = [KernelSpec.of("column_split", "sm_90a", bv=bv) for bv in (1, 7, 2)]
+    specs = [KernelSpec.of("column_split", "sm_90a", stages=n) for n in (2, 7, 3)]
     assert compile.compile_all(specs, tmp_path, 1) == 2 and "the compiler died" in capsys.readouterr().out
 
 
@@ -206,7 +223,8 @@ def test_failures_are_told_and_counted(jobs, monkeypatch, tmp_path, capsys):
 def filled(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", str(folder))
-    return [disk.Directory(folder).add(KernelSpec.of("wy64", "sm_90a", initial=kind), b"library") for kind in (None, "fp32")]
+    specs = [KernelSpec.of("wy64", "sm_90a", initial_state=dtype) for dtype in (None, "fp32")]
+    return [disk.Directory(folder).add(spec, b"library") for spec in specs]
 
 
 def test_verify(filled, capsys):
@@ -247,12 +265,10 @@ def test_doctor_names_each_way_of_compiling(monkeypatch, tmp_path):
     monkeypatch.setattr(linking, "missing", lambda: None)
     monkeypatch.setattr(linking, "linker", lambda: ["/usr/bin/gcc"])
     assert doctor.how_compiled() == "once, into the folder, linked by gcc and loaded by tvm-ffi"
-    monkeypatch.setattr(linking, "linker", lambda: linking.TRITON)
-    assert "linked by the linker inside Triton" in doctor.how_compiled()
     monkeypatch.setattr(linking, "missing", lambda: "libcudart_static.a not found")
-    assert doctor.how_compiled().startswith("in each process, in memory: nothing can be linked: libcudart")
+    assert doctor.how_compiled().startswith("in each process, in memory, because nothing can be linked here: libcudart")
     monkeypatch.setattr(spec, "dsl_version", lambda: None)
-    assert doctor.how_compiled().startswith("no CuTe DSL here: runs what the folder holds")
+    assert doctor.how_compiled().startswith("no CuTe DSL here: runs the kernels in the folder")
 
 
 def test_no_cache(monkeypatch, capsys):

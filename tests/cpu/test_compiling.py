@@ -8,57 +8,85 @@ import json
 import platform
 import re
 import shutil
-import sys
+import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import interpreters
 import pytest
 
 import fla_kda_backend
-from fla_kda_backend import planning
 from fla_kda_backend.compiling import ARCHS, KernelSpec, builder, disk, linking, specs_for_demo
 from fla_kda_backend.compiling import spec as spec_module
+from fla_kda_backend.kernels.families import FAMILIES
+from fla_kda_backend.kernels.variant import Variant
 
-BASE = {"arithmetic": "exact", "bv": 32, "warps": 4, "initial": None, "final": "fp32", "cu_dtype": None,
-        "segmented": False, "state_chunk": 64, **planning.FLASHKDA}  # fmt: skip
-CHANGES = [{}, {"arithmetic": "robust"}, {"bv": 64}, {"warps": 8}, {"initial": "fp32"}, {"initial": "bf16"},
-           {"final": None}, {"final": "bf16"}, {"cu_dtype": "int32"}, {"cu_dtype": "int64"}, {"segmented": True},
-           {"stages": 5}, {"gate": "softplus"}, {"gate": "given"}, {"gate_dtype": "fp32"}, {"a_log": "bf16"}, {"a_log": None},
-           {"dt_bias": "bf16"}, {"dt_bias": None}, {"beta": "twice"}, {"beta": "given"}, {"beta_dtype": "fp32"},
-           {"l2norm": False}, {"state_v_first": False}, {"states": True}, {"state_chunk": 32}]  # fmt: skip
+PACKAGE = Path(fla_kda_backend.__file__).parent
+ROOT = PACKAGE.parent
+# Another value of each option, the variant's and both schedules'.
+CHANGES = {
+    "variant": [{"gate": "softplus"}, {"gate": "given", "a_log": None, "dt_bias": None}, {"gate_dtype": "fp32"},
+                {"a_log": "bf16"}, {"a_log": None}, {"dt_bias": "bf16"}, {"dt_bias": None}, {"beta": "twice"},
+                {"beta": "given"}, {"beta_dtype": "fp32"}, {"l2norm": False}, {"state_v_first": False},
+                {"intermediate_states": 64}, {"initial_state": "fp32"}, {"initial_state": "bf16"}, {"final_state": None},
+                {"final_state": "bf16"}, {"cu_seqlens": "int32"}, {"cu_seqlens": "int64"}],
+    "column_split": [{"arithmetic": "exact"}, {"bv": 64}, {"warps": 2}, {"stages": 5}, {"segmented": True},
+                     {"intermediate_states": 32}],
+    "wy64": [{"max_ctas": 114}, {"overlap": True}, {"replay": True}, {"direct": True}, {"segmented": True}],
+}  # fmt: skip
 needs_dsl = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL")
 
 
-def variant(arch="sm_90a", **changes):
-    return KernelSpec.of("column_split", arch, **{**BASE, **changes})
+def variant(arch="sm_90a", family="column_split", **changes):
+    base = {"arithmetic": "robust"} if family == "column_split" else {}
+    return KernelSpec.of(family, arch, **{**base, **changes})
 
 
 # ---- what a key holds ------------------------------------------------------------------------------------------------
-def test_every_option_and_architecture_has_its_own_key_and_file():
-    specs = [variant(arch, **changes) for arch in ARCHS.values() for changes in CHANGES]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_option_and_architecture_has_its_own_key_and_file(family):
+    changes = [{}, *CHANGES["variant"], *CHANGES[family]]
+    specs = [variant(arch, family, **each) for arch in ARCHS.values() for each in changes]
     for attribute in ("key", "name", "file_name"):
-        assert len({getattr(spec, attribute) for spec in specs}) == len(specs), attribute
+        assert len({getattr(spec, attribute) for spec in specs}) == len(set(specs)) == len(specs), attribute
     for spec in specs:
         assert re.fullmatch(r"[\w.-]+\.so", spec.file_name) and len(spec.file_name) < 128
 
 
-def test_order_of_options_does_not_matter():
-    assert KernelSpec.of("column_split", "sm_90a", **dict(reversed(BASE.items()))) == variant()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_option_is_changed_above(family):
+    """So nothing that changes code is left out of the key: the kernels are built from variant and schedule alone."""
+    options = {field.name for part in (Variant, FAMILIES[family].schedule) for field in fields(part)}
+    assert options == {name for each in CHANGES["variant"] + CHANGES[family] for name in each}
 
 
-@needs_dsl
-def test_options_are_those_of_the_kernel():
-    """Whatever the class can be told is in the key, so nothing that changes code is left out of it."""
-    interpreters.result(
-        "import inspect, json, sys\n"
-        "from fla_kda_backend.kernels.column_split.launch import ColumnSplit\n"
-        "options = set(inspect.signature(ColumnSplit.__init__).parameters) - {'self', 'stages'}\n"
-        "assert options == set(sys.argv[1:]), options\n"
-        "ColumnSplit(**dict.fromkeys(['final']))\n"
-        "print(json.dumps(None))",
-        *BASE,
-        PYTHONPATH=Path(fla_kda_backend.__file__).parent.parent,
-    )
+def test_specs_of_two_families_differ():
+    assert len({variant(family=family).key for family in FAMILIES}) == len(FAMILIES)
+
+
+def test_a_default_may_be_named_and_order_does_not_matter():
+    given = {"bv": 32, "arithmetic": "robust", "initial_state": "fp32", "final_state": "fp32"}
+    same = [variant(**given), variant(**dict(reversed(given.items()))), variant(initial_state="fp32")]
+    assert len(set(same)) == len({spec.key for spec in same}) == 1
+    assert same[0].options == (("arithmetic", "robust"), ("initial_state", "fp32"))
+    assert str(same[0]) == "column_split (arithmetic=robust, initial_state=fp32) for sm_90a"
+    assert str(KernelSpec.of("wy64", "sm_100a")) == "wy64 (all defaults) for sm_100a"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_spec_survives_json(family):
+    for each in CHANGES["variant"] + CHANGES[family]:
+        spec = variant(family=family, **each)
+        assert KernelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_what_no_kernel_has_is_refused():
+    for options, error in (({"states": True}, TypeError), ({"max_ctas": 132}, TypeError), ({"gate": "none"}, ValueError),
+                           ({"bv": 33}, ValueError), ({"gate": "given"}, ValueError)):  # fmt: skip
+        with pytest.raises(error):
+            variant(**options)
+        with pytest.raises(ValueError, match="this version has no such kernel"):
+            KernelSpec.from_dict({"family": "column_split", "arch": "sm_90a", "options": options})
 
 
 def test_version_is_in_the_key(monkeypatch):
@@ -93,54 +121,56 @@ def test_dsl_version_is_found_without_importing_it(monkeypatch):
     assert spec_module.dsl_version.__wrapped__() is None
 
 
-KERNELS = sorted((Path(fla_kda_backend.__file__).parent / "kernels").rglob("*.py"))
+MODULES = sorted((PACKAGE / "kernels").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
-def test_imports_of_kernels_are_those_that_python_sees(path):
-    root = Path(fla_kda_backend.__file__).parent.parent
-    seen = set()
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE / "kernels")))
+def test_kernels_import_only_what_is_in_their_key(path):
+    """A family: its own folder and the modules beside the folders; these modules, families.py apart: no family."""
+    family, *inside = path.relative_to(PACKAGE / "kernels").parts
+    if family == "families.py":
+        return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, "kernels import each other by absolute names: the key follows those"
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            seen |= {file for name in names if (file := root / f"{name.replace('.', '/')}.py").is_file()}
+            assert not node.level
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            assert not any(alias.name.startswith("fla_kda_backend") for alias in node.names)
-    files = spec_module._kernels(root)
-    ours = {file for file in seen if file.is_relative_to(root / "fla_kda_backend" / "kernels")}
-    assert {root / files[name] for name in spec_module._imported(path.read_bytes()) if name in files} == ours
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.startswith("fla_kda_backend."):
+                _, kernels, first, *_ = *name.split("."), ""
+                assert kernels == "kernels" and (first not in FAMILIES or (inside and first == family)), name
 
 
-HASH = "import json; from fla_kda_backend.compiling import spec; print(json.dumps(spec.source_hash('column_split')))"
-
-
-def test_sources_of_the_kernel_are_in_the_key(tmp_path):
+def test_sources_of_the_kernel_are_in_the_key(tmp_path, monkeypatch):
     package = tmp_path / "fla_kda_backend"
-    source = Path(fla_kda_backend.__file__).parent
-    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def changed(file):
+    def hashes():
+        return [spec_module.source_hash.__wrapped__(family) for family in ("column_split", "wy64")]
+
+    column_split, wy64 = hashes()
+    monkeypatch.setattr(spec_module, "__file__", str(package / "compiling" / "spec.py"))
+    assert hashes() == [column_split, wy64]
+    for file, in_column_split, in_wy64 in (
+        ("kernels/column_split/prepare.py", True, False), ("kernels/wy64/launch.py", False, True),
+        ("kernels/wy64/chain/kernel.py", False, True), ("kernels/ptx.py", True, True),
+        ("compiling/builder.py", True, True), ("op.py", False, False),
+    ):  # fmt: skip
         (package / file).write_text((package / file).read_text() + "\n# changed\n")
-        return interpreters.result(HASH, PYTHONPATH=tmp_path)
-
-    seen = {interpreters.result(HASH, PYTHONPATH=tmp_path)}
-    assert seen == {spec_module.source_hash("column_split")}
-    for file in ("kernels/column_split.py", "kernels/prepare_chunk16.py", "kernels/recurrence_split.py",
-                 "kernels/shared/ptx.py", "kernels/shared/record16.py", "kernels/shared/sequences.py",
-                 "compiling/builder.py", "compiling/linking.py"):  # fmt: skip
-        now = changed(file)
-        assert now not in seen, file
-        seen.add(now)
-    assert changed("op.py") in seen  # no part of the compiled code
+        now = hashes()
+        assert [now[0] != column_split, now[1] != wy64] == [in_column_split, in_wy64], file
+        column_split, wy64 = now
 
 
 def test_specs_for_demo_are_those_of_every_setting():
-    for spec in specs_for_demo():
-        assert set(dict(spec.options)) <= set(BASE) and spec.arch == "sm_90a"
-    column_split = [spec for spec in specs_for_demo() if spec.family == "column_split"]
-    assert {dict(spec.options)["arithmetic"] for spec in column_split} == {"exact", "robust"}
-    assert [spec.family for spec in specs_for_demo()].count("wy64") == 1
+    for arch in ARCHS.values():
+        specs = specs_for_demo(arch)
+        assert {spec.arch for spec in specs} == {arch} and all(spec.variant.initial_state == "fp32" for spec in specs)
+        assert {spec.schedule.arithmetic for spec in specs if spec.family == "column_split"} == {"exact", "robust"}
+        assert [spec.family for spec in specs].count("wy64") == (arch == "sm_90a")
 
 
 def test_a_process_compiles_for_one_architecture(monkeypatch):
@@ -150,12 +180,11 @@ def test_a_process_compiles_for_one_architecture(monkeypatch):
 
 
 # ---- the real compiler -----------------------------------------------------------------------------------------------
-ROOT = Path(fla_kda_backend.__file__).parent.parent
-OPTIONS = json.dumps(BASE)
+SPEC = json.dumps(variant().to_dict())
 EXPORT = """
 import json, sys
 from fla_kda_backend.compiling import KernelSpec, builder
-spec = KernelSpec.of("column_split", "sm_90a", **json.loads(sys.argv[1]))
+spec = KernelSpec.from_dict(json.loads(sys.argv[1]))
 path = builder.export(spec, sys.argv[2])
 assert path.name == spec.file_name
 print(json.dumps([entry.name for entry in path.parent.iterdir()]))
@@ -164,7 +193,7 @@ LOAD = """
 import json, sys
 import torch
 from fla_kda_backend.compiling import KernelSpec, library
-spec = KernelSpec.of("column_split", "sm_90a", **json.loads(sys.argv[1]))
+spec = KernelSpec.from_dict(json.loads(sys.argv[1]))
 launch = library.launcher(spec)
 assert "cutlass" not in sys.modules
 try:
@@ -173,37 +202,25 @@ except RuntimeError as error:
     text = str(error)
 print(json.dumps([library.loaded()[spec], text]))
 """
-without_gcc = {"PATH": "/nonexistent", "CC": ""}
 
 
-def can_link(compiler):
-    try:
-        linking.dsl_runtime(), linking.cuda_runtime(), linking.tvm_ffi_library()
-    except Exception:
-        return False
-    return not compiler or shutil.which("gcc") is not None
-
-
-def export(folder, **environment):
-    return interpreters.result(EXPORT, OPTIONS, folder, PYTHONPATH=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD=0, **environment)
-
-
+@pytest.mark.slow
 @needs_dsl
-@pytest.mark.parametrize("compiler", [True, False], ids=["gcc", "no compiler"])
-def test_exported_library_loads_without_the_dsl(compiler, tmp_path):
-    if not can_link(compiler):
-        pytest.skip("needs libtvm_ffi, libcudart_static.a and, for one of two, gcc")
-    folder, environment = tmp_path / "kernels", {} if compiler else without_gcc
-    assert export(folder, **environment) == [variant().file_name]  # and nothing else is left behind
-    (entry,) = disk.Directory(folder).entries()
-    assert (entry.spec, entry.problem) == (variant(), None)
-    assert entry.description["linked_by"] == ("gcc" if compiler else linking.TRITON)
-    where = {"FLA_KDA_CUTE_CACHE_DIR": folder, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT, **environment}
-    source, error = interpreters.result(LOAD, OPTIONS, **where)
+@pytest.mark.skipif(linking.missing() is not None, reason="needs a C compiler and the libraries to link with")
+def test_exported_library_loads_without_the_dsl(tmp_path):
+    folder = tmp_path / "kernels"
+    files = interpreters.result(EXPORT, SPEC, folder, PYTHONPATH=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD=0)
+    assert files == [variant().file_name]  # and nothing else is left behind
+    (kernel,) = disk.Directory(folder).stored()
+    assert (kernel.spec, kernel.problem) == (variant(), None)
+    assert kernel.description["linked_by"] == linking.name_of(linking.linker())
+    where = {"FLA_KDA_CUTE_CACHE_DIR": folder, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
+    source, error = interpreters.result(LOAD, SPEC, **where)
     assert source == str(folder / variant().file_name)
-    assert "cuda" in error.lower()  # the launch found no GPU, and says so instead of returning
+    assert "cuda" in error.lower()  # the launch found no GPU, and raised instead of returning
 
 
+# ---- linking ---------------------------------------------------------------------------------------------------------
 def test_linkers(monkeypatch):
     which = {"gcc": "/bin/gcc", "clang": "/bin/clang", "cc-of-mine": "/bin/cc-of-mine"}
     monkeypatch.setattr(shutil, "which", which.get)
@@ -214,25 +231,47 @@ def test_linkers(monkeypatch):
     del which["gcc"]
     assert linking.linker() == ["clang"]
     which.clear()
-    assert linking.linker() == linking.name_of(linking.linker()) == linking.TRITON
-
-
-def test_nothing_to_link_with(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setitem(sys.modules, "triton._C.libtriton", None)
-    with pytest.raises(linking.Unlinkable, match="neither a C compiler"):
+    with pytest.raises(linking.Unlinkable, match="neither CC, nor gcc, nor clang"):
         linking.linker()
-    assert "neither a C compiler" in linking.missing()
+    assert "no C compiler" in linking.missing()
 
 
-def test_a_compiler_that_fails_says_why(monkeypatch, tmp_path):
+@pytest.fixture
+def libraries(monkeypatch, tmp_path):
+    """Paths of libraries to link with, which are not there."""
     for name in ("dsl_runtime", "cuda_runtime", "tvm_ffi_library"):
         monkeypatch.setattr(linking, name, lambda: tmp_path / "none.a")
-    script = tmp_path / "cc"
-    script.write_text("#!/bin/sh\necho no such library >&2\nexit 1\n")
-    script.chmod(0o755)
+
+
+def compiler(folder, script):
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return [str(path)]
+
+
+def test_a_compiler_that_fails_says_why(libraries, monkeypatch, tmp_path):
+    command = compiler(tmp_path, "echo no such library >&2; exit 1")
     with pytest.raises(linking.Unlinkable, match="no such library"):
-        linking.link(tmp_path / "kernel.o", tmp_path, [str(script)])
+        linking.link(tmp_path / "kernel.o", tmp_path, command)
+    monkeypatch.setenv("CC", command[0])
+    assert "no such library" in linking.missing()
+
+
+def test_a_compiler_that_cannot_be_started_is_no_compiler(libraries, monkeypatch, tmp_path):
+    def run(*args, **kwargs):
+        raise OSError(8, "Exec format error")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(linking.Unlinkable, match="cc failed: .*Exec format error"):
+        linking.link(tmp_path / "kernel.o", tmp_path, compiler(tmp_path, ""))
+
+
+def test_linking_is_tried_without_a_kernel(libraries, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", compiler(tmp_path, f'echo "$@" > {tmp_path}/arguments')[0])
+    assert linking.missing() is None
+    arguments = (tmp_path / "arguments").read_text()
+    assert "raise.c" in arguments and "none.a" in arguments and "kernel.o" not in arguments
 
 
 def test_linking_names_what_it_cannot_find(tmp_path):

@@ -25,7 +25,7 @@ def nothing_warned(monkeypatch):
         (config.STRICT, False, {"0": False, "1": True, "": False}),
         (config.LOG, None, {"a.jsonl": "a.jsonl", "": None}),
         (config.UNTESTED, True, {"0": False, "1": True, "": True}),
-        (config.COST, True, {"on": True, "off": False, "": True}),
+        (config.DETERMINISTIC, False, {"1": True, "0": False, "": False}),
         (config.CACHE_DIR, None, {"/tmp/x": "/tmp/x", "": None, "off": "off"}),
         (config.CACHE_MIB, 1024, {"0": 0, "77": 77, "": 1024}),
         (config.COMPILE, "in_place", {"background": "background", "in_place": "in_place", "": "in_place"}),
@@ -41,7 +41,7 @@ def test_values_are_read_at_each_call(monkeypatch, caplog, variable, default, va
     assert not caplog.records
 
 
-@pytest.mark.parametrize("variable", [config.MODE, config.STRICT, config.UNTESTED, config.COST], ids=lambda v: v.name)
+@pytest.mark.parametrize("variable", [config.MODE, config.STRICT, config.UNTESTED], ids=lambda v: v.name)
 def test_bad_value_is_warned_of_once_and_the_default_holds(monkeypatch, caplog, variable):
     default = variable.choices[variable.default]
     with caplog.at_level(logging.WARNING, "fla_kda_backend"):

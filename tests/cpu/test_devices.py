@@ -29,7 +29,6 @@ def gpus(monkeypatch):
         (major, minor), count = GPUS[getattr(chosen, "index", chosen)]
         return types.SimpleNamespace(major=major, minor=minor, multi_processor_count=count)
 
-    monkeypatch.setattr(op, "_specs", {})
     monkeypatch.setattr(op, "_empty_strided_cuda", None)  # it knows nothing of fake tensors
     monkeypatch.setattr(facts, "_devices", {})
     monkeypatch.setattr(torch.cuda, "device", device)
@@ -62,6 +61,6 @@ def test_the_tensors_device_decides(gpus):
             assert out.device.index == state.device.index == index
     assert [current for current, _, _ in gpus.launched] == [1, 0, 2, 1]
     assert [spec.arch for _, spec, _ in gpus.launched] == ["sm_90a", "sm_100a", "sm_90a", "sm_90a"]
-    assert [dict(spec.options).get("max_ctas") for _, spec, _ in gpus.launched] == [132, None, 114, 132]
+    assert [getattr(spec.schedule, "max_ctas", None) for _, spec, _ in gpus.launched] == [132, None, 114, 132]
     assert [arguments[-1] for _, _, arguments in gpus.launched] == [101, 100, 102, 101]
     assert gpus.entered == [1, 2, 1] and gpus.current == 0  # and nothing is done where it is current already

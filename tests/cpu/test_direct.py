@@ -10,21 +10,24 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
-from fla_kda_backend.kernels.wy64 import record as record64  # noqa: E402
-from fla_kda_backend.kernels.wy64.prepare import direct as prepare_direct  # noqa: E402
-from fla_kda_backend.kernels.wy64.prepare import loads as prepare_loads
-from fla_kda_backend.kernels.wy64.prepare import steps as prepare_steps
+from fla_kda_backend.kernels.variant import Variant  # noqa: E402
+from fla_kda_backend.kernels.wy64 import record  # noqa: E402
+from fla_kda_backend.kernels.wy64.contract import Schedule  # noqa: E402
+from fla_kda_backend.kernels.wy64.prepare import direct, fragments, memory  # noqa: E402
+from fla_kda_backend.kernels.wy64.prepare.memory import TILE_BYTES, ChunkInfo, Header, Table, Tensor  # noqa: E402
+from fla_kda_backend.kernels.wy64.prepare.tiles import Tiles  # noqa: E402
 
 ROWS, HEADS, TOKEN, SEQ, HEAD = 50, 3, 7, 2, 1
-PLAN, OUT, FINAL = 1 << 30, 1 << 32, 1 << 33  # addresses
-TILE = prepare_steps.TILE_BYTES
+HEADER, OUT, FINAL = 1 << 30, 1 << 32, 1 << 33  # addresses
+CHUNK_INFO = {ChunkInfo.ROWS: ROWS, ChunkInfo.TOKEN: TOKEN, ChunkInfo.HEAD: HEAD, ChunkInfo.INDEX: 0,
+              ChunkInfo.SEQUENCES: SEQ + 1}  # fmt: skip
 
 
 class Machine:
     """Shared memory in bf16 elements; global memory by address."""
 
     def __init__(self):
-        self.shared = torch.full((prepare_steps.TILES_BYTES // 2,), float("nan"))
+        self.shared = torch.full((memory.TILES_AND_TABLES_BYTES // 2,), float("nan"))
         self.out, self.final = {}, {}
         self.lane = torch.arange(32)
         self.group, self.quad = self.lane // 4, self.lane % 4
@@ -65,9 +68,7 @@ class Machine:
         return torch.stack([low, high], -1).bfloat16().float()
 
     def lds_b32(self, address):
-        plan = {prepare_loads.ROWS: ROWS, prepare_loads.TOKEN: TOKEN, prepare_loads.HEAD: HEAD, prepare_loads.INDEX: 0,
-                prepare_loads.SEQUENCES: SEQ + 1}  # fmt: skip
-        return plan[address - PLAN]
+        return CHUNK_INFO[address - HEADER - Header.CHUNK_INFO]
 
     def lds_v4_b32(self, address):
         return self.shared[(address + 2 * torch.arange(8)) // 2]
@@ -93,64 +94,62 @@ class Machine:
         )  # fmt: skip
 
 
-class Plain(prepare_direct.PrepareDirect, prepare_steps.PrepareSteps):
+class Plain(direct.Direct):
+    """Its methods as they stand in the source, before the DSL compiles them."""
+
     results, store_final, store_out = (
-        getattr(prepare_direct.PrepareDirect, name).__wrapped__ for name in ("results", "store_final", "store_out")
+        getattr(direct.Direct, name).__wrapped__ for name in ("results", "store_final", "store_out")
     )
 
-    def tile(self, p, n, which):
-        return which * TILE
 
-    def block_at(self, band, half, lane):
-        return half * (TILE // 2) + (16 * band + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
-
-    def eliminate(self, smem, x, u_at, w_at, lane):
-        assert u_at is None
-        return [(words,) for words in x]
-
-    def thread(self):
-        return self.number
+def eliminate(base, x, u_at, w_at, lane):
+    """U is what is given as V."""
+    assert u_at is None
+    return [(words,) for words in x]
 
 
 def image_address(tile, row, channel):
     """Of an element of a record's tile of 64 rows x 128 channels."""
-    return tile + channel // 64 * (TILE // 2) + row * 128 + ((channel % 64 // 8) ^ (row % 8)) * 16 + channel % 8 * 2
+    return tile + channel // 64 * (TILE_BYTES // 2) + row * 128 + ((channel % 64 // 8) ^ (row % 8)) * 16 + channel % 8 * 2
 
 
 @pytest.mark.parametrize("final, state_v_first", [("fp32", True), ("fp32", False), ("bf16", True), (None, True)])
 def test_outputs_and_states_have_their_places(final, state_v_first, monkeypatch):
     machine = Machine()
-    fakes = {"ptx": machine.ptx(), "Int32": lambda x: x, "Int64": lambda x: x}
-    cutlass = types.SimpleNamespace(
-        range_constexpr=range, range=lambda n, unroll: range(n), const_expr=lambda x: x, Float32=float
-    )
-    for name, fake in (fakes | {"cutlass": cutlass}).items():
-        monkeypatch.setattr(prepare_direct, name, fake)
-    kernel = Plain()
-    kernel.final, kernel.state_v_first = final, state_v_first
-    p = types.SimpleNamespace(smem=0, plan=lambda n: PLAN, heads=HEADS, out=OUT, final_state=FINAL)
+    cutlass = types.SimpleNamespace(range_constexpr=range, range=lambda n, unroll: range(n))
+    fakes = {"ptx": machine.ptx(), "Int32": lambda x: x, "Int64": lambda x: x, "const_expr": lambda x: x, "cutlass": cutlass}
+    for name, fake in (fakes | {"eliminate": eliminate}).items():
+        monkeypatch.setattr(direct, name, fake)
+    monkeypatch.setattr(memory, "ptx", machine.ptx())
+    monkeypatch.setattr(fragments, "Float32", float)
+    teams = types.SimpleNamespace(thread=lambda: teams.number)
+    variant = Variant(final_state=final, state_v_first=state_v_first)
+    part = Plain(variant, Schedule(direct=True), teams, Tiles(variant))
+    args = types.SimpleNamespace(heads=HEADS, out=OUT, final_state=FINAL)
+    team_memory = memory.TeamMemory(mbarriers=None, tiles=None, header=HEADER, base=0)
 
     normal = torch.Generator().manual_seed(0)
     u, k_end, a = (torch.randn(64, n, generator=normal).bfloat16().float() for n in (128, 128, 64))
     a = a.tril()
     row, channel = torch.arange(64)[:, None], torch.arange(128)
-    machine.shared[image_address(prepare_loads.K * TILE, row, channel) // 2] = k_end
+    machine.shared[image_address(Tensor.K * TILE_BYTES, row, channel) // 2] = k_end
     for i in range(4):
         for j in range(i + 1):
             for r in range(16):
                 for c in range(16):
-                    at = prepare_steps.A_TILE + record64.a_block(i, j) + r * 32 + ((c // 8) ^ (r >> 2 & 1)) * 16 + c % 8 * 2
+                    at = Table.A_IMAGE + record.a_block(i, j) + r * 32 + ((c // 8) ^ (r >> 2 & 1)) * 16 + c % 8 * 2
                     machine.shared[at // 2] = a[16 * i + r, 16 * j + c]
     lane = machine.lane
     for warp in range(8):
         band, half = warp & 3, warp >> 2
-        w_at = half * (TILE // 2) + ((lane & 7) + 8 * (lane >> 4)) * 128 + (((2 * band + (lane >> 3 & 1)) ^ (lane & 7)) << 4)
+        w_at = half * (TILE_BYTES // 2) + ((lane & 7) + 8 * (lane >> 4)) * 128
+        w_at = w_at + (((2 * band + (lane >> 3 & 1)) ^ (lane & 7)) << 4)
         channels = 64 * half + 16 * band + machine.group
         x = [[torch.stack([u[16 * i + 2 * machine.quad + 8 * (w // 2) + e, channels + 8 * (w % 2)] for e in range(2)], -1)
               for w in range(4)] for i in range(4)]  # fmt: skip
-        kernel.results(p, 0, x, w_at, band, half, lane)
-    for kernel.number in range(256):
-        kernel.store_out(p, 0)
+        part.results(args, team_memory, x, w_at, memory.ThreadCoord(n=0, warp=warp, band=band, half=half, lane=lane))
+    for teams.number in range(memory.TEAM_THREADS):
+        part.store_out(args, team_memory, 0)
 
     expected = (a @ u).bfloat16().float()
     found = torch.full((64, HEADS, 128), float("nan"))

@@ -1,11 +1,13 @@
 """The directory of compiled kernels: what is taken from it and what is not, what others may do to it, and its size."""
 
+import hashlib
 import json
 import os
 import re
 import sys
 import time
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -14,13 +16,13 @@ from fla_kda_backend.compiling import spec as spec_module
 from fla_kda_backend.compiling.disk import Directory, Unusable, pack
 
 LIBRARY = b"\x7fELF" + bytes(range(256)) * 8
-SPEC = KernelSpec.of("column_split", "sm_90a", arithmetic="exact", bv=32, initial=None, segmented=False)
-OTHER = SPEC._replace(arch="sm_100a")
+SPEC = KernelSpec.of("column_split", "sm_90a", bv=64)
+OTHER = replace(SPEC, arch="sm_100a")
 
 
 @pytest.fixture(autouse=True)
 def dsl(monkeypatch):
-    """set.version is that of the DSL, None for a machine without."""
+    """Its .version is the DSL's; None: a machine without the DSL."""
     installed = types.SimpleNamespace(version="4.8.1")
     for module in (spec_module, disk):
         monkeypatch.setattr(module, "dsl_version", lambda: installed.version)
@@ -39,22 +41,22 @@ def found(directory, spec=SPEC):
 
 # ---- what is taken -------------------------------------------------------------------------------------------------
 def test_what_was_added_is_found(directory):
-    assert directory.find(SPEC) is None and directory.entries() == [] and not directory.path.exists()
+    assert directory.find(SPEC) is None and directory.stored() == [] and not directory.path.exists()
     path = directory.add(SPEC, LIBRARY, linked_by="gcc")
     assert path == directory.path / SPEC.file_name and os.listdir(directory.path) == [SPEC.file_name]
     assert path.read_bytes().startswith(LIBRARY)
     library, where = directory.find(SPEC)
     assert bytes(library) == LIBRARY and where == path and directory.find(OTHER) is None
-    (entry,) = directory.entries()
-    assert entry.spec == SPEC and entry.problem is None and entry.size == path.stat().st_size
-    assert entry.description["dsl"] == "4.8.1" and entry.description["linked_by"] == "gcc"
+    (kernel,) = directory.stored()
+    assert kernel.spec == SPEC and kernel.problem is None and kernel.size == path.stat().st_size
+    assert kernel.description["dsl"] == "4.8.1" and kernel.description["linked_by"] == "gcc"
 
 
 def test_every_kind_of_option_survives(directory):
-    spec = KernelSpec.of("wy64", "sm_90a", a=None, b=True, c=1, d="x")
+    spec = KernelSpec.of("wy64", "sm_90a", a_log=None, overlap=True, max_ctas=114, gate_dtype="fp32")
     directory.add(spec, LIBRARY)
-    (entry,) = directory.entries()
-    assert entry.spec == spec and hash(entry.spec) == hash(spec)
+    (kernel,) = directory.stored()
+    assert kernel.spec == spec and hash(kernel.spec) == hash(spec)
 
 
 def test_a_machine_with_the_dsl_takes_its_own_version_alone(directory, dsl):
@@ -62,7 +64,7 @@ def test_a_machine_with_the_dsl_takes_its_own_version_alone(directory, dsl):
     dsl.version = "4.9.0"
     assert found(directory) is None
     directory.add(SPEC, b"4.9.0")
-    assert found(directory) == b"4.9.0" and len(directory.entries()) == 2
+    assert found(directory) == b"4.9.0" and len(directory.stored()) == 2
     dsl.version = "4.8.1"
     assert found(directory) == b"4.8.1"
 
@@ -101,8 +103,8 @@ def test_what_is_not_whole_is_not_taken_and_can_be_replaced(kind, directory):
     path.write_bytes(spoil(kind, path.read_bytes()))
     with pytest.raises(Unusable, match="no kernel, or only part|checksum"):
         directory.find(SPEC)
-    (entry,) = directory.entries()
-    assert re.match("it is no kernel|its checksum", entry.problem) and entry.description is None
+    (kernel,) = directory.stored()
+    assert re.match("it is no kernel|its checksum", kernel.problem) and kernel.description is None
     directory.add(SPEC, LIBRARY)
     assert found(directory) == LIBRARY
 
@@ -117,7 +119,34 @@ def test_a_file_of_another_package_version_is_stale(directory, monkeypatch):
     directory.add(SPEC, LIBRARY)
     monkeypatch.setattr(spec_module, "__version__", "9.9")
     assert directory.find(SPEC) is None
-    assert directory.entries()[0].problem.startswith("stale")
+    (kernel,) = directory.stored()
+    assert kernel.problem == disk.STALE and kernel.spec == SPEC
+
+
+@pytest.mark.parametrize("change", [
+    {"options": [["states", True]]}, {"options": [["gate", "linear"]]}, {"options": [["bv", "64"]]}, {"options": [["bv", 5]]},
+    {"options": {"initial_state": ["fp32"]}}, {"options": [["gate"]]}, {"options": None}, {"family": "wy32"}, {"family": []},
+], ids=str)  # fmt: skip
+def test_a_description_of_another_version_is_stale(change, directory, dsl, monkeypatch):
+    """Whatever another version calls its families and options, the file is listed, and nothing raises."""
+    path = directory.add(SPEC, LIBRARY)
+    path.write_bytes(pack_description({**SPEC.to_dict(), "key": SPEC.key, **change}))
+    (kernel,) = directory.stored()
+    assert (kernel.problem, kernel.spec) == (disk.STALE, None)
+    assert kernel.description["arch"] == "sm_90a"
+
+
+def pack_description(description):
+    content = LIBRARY + (about := json.dumps(description).encode())
+    return content + disk.TRAILER.pack(hashlib.sha256(content).digest(), len(LIBRARY), len(about), disk.MAGIC)
+
+
+def test_a_description_that_is_none(directory):
+    path = directory.add(SPEC, LIBRARY)
+    path.write_bytes(pack_description([1, 2]))
+    with pytest.raises(Unusable, match="its description cannot be read"):
+        directory.find(SPEC)
+    assert directory.stored()[0].problem == "its description cannot be read"
 
 
 @pytest.mark.parametrize("what, mode", [("folder", 0o777), ("folder", 0o775), ("folder", 0o757), ("file", 0o666),
@@ -128,7 +157,7 @@ def test_what_others_can_write_is_not_taken(what, mode, directory):
     with pytest.raises(Unusable, match=rf"can be written by others \(mode {mode:o}\)"):
         directory.find(SPEC)
     if what == "folder":
-        for use in (lambda: directory.add(OTHER, LIBRARY), directory.entries):
+        for use in (lambda: directory.add(OTHER, LIBRARY), directory.stored):
             with pytest.raises(Unusable, match="the directory can be written by others"):
                 use()
         assert directory.lock_path(SPEC) is None and os.listdir(directory.path) == [SPEC.file_name]
@@ -200,11 +229,15 @@ def test_a_disk_that_is_full_leaves_nothing(directory, monkeypatch):
 
 
 # ---- size and age --------------------------------------------------------------------------------------------------
+def numbered(number):
+    return KernelSpec.of("column_split", "sm_90a", stages=5 + number)
+
+
 def fill(directory, ages):
     """Files used `ages` days ago; their names, and the size of one."""
     paths = []
     for number, age in enumerate(ages):
-        path = directory.add(SPEC._replace(options=(("bv", number),)), LIBRARY)
+        path = directory.add(numbered(number), LIBRARY)
         os.utime(path, (time.time() - age * disk.DAY,) * 2)
         paths.append(path)
     return paths, paths[0].stat().st_size
@@ -222,7 +255,7 @@ def test_the_least_recently_used_go_first(directory):
 
 def test_use_is_noted_once_a_day(directory):
     (path,), _ = fill(directory, [10])
-    spec = SPEC._replace(options=(("bv", 0),))
+    spec = numbered(0)
     assert found(directory, spec) == LIBRARY
     assert time.time() - path.stat().st_mtime < 60
     recently = time.time() - disk.DAY / 2

@@ -16,14 +16,16 @@ import torch
 from calls import FLAS, FLASHKDAS, H200, OURS, SOFTPLUS, outcomes, tensor
 
 from fla_kda_backend import facts, planning
+from fla_kda_backend.call import parse
+from fla_kda_backend.geometry import geometry
 
 
 def test_accepted_call_runs_here(world):
     arguments = world.arguments()
     assert world.call() == (OURS, None)
-    ((call, plan),) = world.op.calls
-    assert [getattr(call, name).shape for name in "qkvg"] == [arguments[name].shape for name in "qkvg"]
-    assert plan == planning.plan(call, H200)
+    call = parse((), arguments)
+    plan = planning.plan(call, H200)
+    assert world.op.calls == [geometry(call, plan, "sm_90a")]
     assert outcomes(world) == [("accepted", "accepted")]
     (record,) = world.seen
     assert (record.kernel, record.num_sequences) == (plan.kernel, 2)
@@ -64,7 +66,7 @@ def test_positional_arguments(world, kda):
     arguments = world.arguments()
     required = [arguments.pop(name) for name in ("q", "k", "v", "g", "beta")]
     assert kda.chunk.chunk_kda(*required, 0.25, **arguments) == (OURS, None)
-    assert world.op.calls[0][0].scale == 0.25
+    assert world.op.calls[0].segments[0].scale == 0.25
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -83,7 +85,7 @@ def test_old_alias_runs_here_and_warns_like_fla(world):
 
 
 def test_failure_falls_back_and_warns_once(world, caplog):
-    def fail(call, plan):
+    def fail(sizes):
         raise RuntimeError("no more shared memory")
 
     world.op.run = fail
@@ -107,7 +109,7 @@ def test_fallback_frees_what_the_failed_attempt_held(world, monkeypatch, kda):
     class Workspace:
         pass
 
-    def fail(call, plan):
+    def fail(sizes):
         workspace = Workspace()
         alive.append(weakref.ref(workspace))
         raise RuntimeError("out of memory")
@@ -122,7 +124,7 @@ def test_fallback_frees_what_the_failed_attempt_held(world, monkeypatch, kda):
 
 
 def test_strict_raises_what_failed(world, monkeypatch):
-    def fail(call, plan):
+    def fail(sizes):
         raise RuntimeError("no more shared memory")
 
     world.op.run = fail
@@ -181,15 +183,6 @@ def test_unknown_argument_goes_where_fla_takes_it(world):
     assert outcomes(world) == [("declined", "unknown_argument")]
 
 
-def test_cost_rule_and_its_override(world, monkeypatch):
-    slow = planning.plan(world.backend.parse((), world.arguments()), H200)._replace(should_run=False, reason="slower here")
-    monkeypatch.setattr(planning, "plan", lambda call, facts: slow)
-    assert world.call() == (FLAS, None)
-    assert (world.seen[0].code, world.seen[0].message) == ("cost", "slower here")
-    monkeypatch.setenv("FLA_KDA_CUTE_COST", "off")
-    assert world.call() == (OURS, None)
-
-
 def test_rules_that_fail_decline(world, monkeypatch, caplog):
     def fail(call):
         raise RuntimeError("driver is gone")
@@ -218,7 +211,7 @@ def test_call_inside_torch_compile(world, kda):
 
 def test_no_tensor_outlives_its_call(world):
     arguments = world.arguments()
-    world.op.prepare = lambda call, plan: lambda *tensors: (OURS, None)
+    world.op.Launch = lambda sizes: lambda *tensors: (OURS, None)
     world.backend.KdaCuteBackend().chunk_kda_verifier(**arguments)
     world.backend.KdaCuteBackend().chunk_kda(**arguments)
     held = weakref.ref(arguments["q"])
@@ -261,7 +254,7 @@ def test_verdict_is_handed_over_once_and_for_the_very_same_arguments(world):
 
 
 def test_threads_get_their_own_results(world, kda):
-    world.op.run = lambda call, plan: (call.scale, None)
+    world.op.run = lambda sizes: (sizes.segments[0].scale, None)
     wrong = []
 
     def work(scale):
@@ -282,8 +275,8 @@ def test_exact_mode_runs_other_calls_on_the_auto_kernels_and_says_so(world):
     world.facts = H200._replace(mode="exact")
     for changes in ({}, SOFTPLUS):
         assert world.call(**changes) == (OURS, None)
-    (_, own), (_, other) = world.op.calls
-    assert own.params["arithmetic"] == "exact" and other.kernel == "wy64"
+    own, other = (sizes.spec for sizes in world.op.calls)
+    assert own.schedule.arithmetic == "exact" and other.family == "wy64"
     assert outcomes(world) == [("accepted", "accepted")] * 2
     assert [record.message for record in world.seen] == [
         "all rules hold",

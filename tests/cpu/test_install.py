@@ -1,9 +1,8 @@
-"""The package as a wheel and as an editable checkout, each in an environment of its own."""
+"""The package as a wheel and as an editable checkout, each in a fresh environment."""
 
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -17,14 +16,26 @@ print(json.dumps([autoload.status()[0], fla_kda_backend.__file__]))
 """
 
 
+def packages_without_ours(folder):
+    """Directories of links to the packages of the running interpreter, without this package, however it is installed."""
+    found = [Path(entry) for entry in sys.path if {"site-packages", "dist-packages"} & {*Path(entry).parts}]
+    for number, path in enumerate(path for path in found if path.is_dir()):
+        links = folder / f"packages{number}"
+        links.mkdir(parents=True)
+        for each in path.iterdir():
+            if each.suffix != ".pth" and "fla_kda_backend" not in each.name:
+                (links / each.name).symlink_to(each)
+        yield links
+
+
 class Environment:
-    """A venv that sees the packages of the running one behind its own."""
+    """A venv that sees the packages of the running one behind its own, except this package."""
 
     def __init__(self, folder):
         venv.create(folder / "venv", with_pip=False, symlinks=True)
         self.python = folder / "venv" / "bin" / "python"
         (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-        (packages / "zz_outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+        (packages / "zz_outer.pth").write_text("".join(f"{path}\n" for path in packages_without_ours(folder / "outer")))
         self.packages = packages
         # A copy, so that building leaves nothing in the checkout, and the checkout can be moved.
         self.checkout = folder / "checkout"
@@ -50,11 +61,12 @@ def test_wheel(environment):
     shutil.rmtree(environment.checkout)
     state, file = result(STATE, python=environment.python)
     assert state == "registered"
-    assert Path(file).is_relative_to(environment.packages)
+    assert Path(file).is_relative_to(environment.packages) and Path(file).with_name("py.typed").exists()
     command = [environment.python.with_name("fla-kda"), "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0.1.0\n"
 
 
+@pytest.mark.slow
 def test_editable(environment):
     environment.install("-e", environment.checkout)
     state, file = result(STATE, python=environment.python)

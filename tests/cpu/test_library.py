@@ -23,7 +23,7 @@ ROOT = Path(fla_kda_backend.__file__).parent.parent
 
 
 def variant(**changes):
-    return KernelSpec.of("column_split", "sm_90a", **{"arithmetic": "exact", "bv": 32, **changes})
+    return KernelSpec.of("column_split", "sm_90a", **changes)
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_directory_that_cannot_be_made(empty_library, built, loaded, monkeypat
 
 
 def test_where_nothing_can_be_linked_it_is_said_once(empty_library, built, loaded, caplog, monkeypatch):
-    def link(spec, function):
+    def link(function):
         raise linking.Unlinkable("no compiler here")
 
     monkeypatch.setattr(builder, "link", link)
@@ -114,13 +114,13 @@ def test_where_nothing_can_be_linked_it_is_said_once(empty_library, built, loade
 
 
 def test_the_directory_stays_within_its_size(empty_library, built, loaded, monkeypatch):
-    monkeypatch.setattr(builder, "link", lambda spec, function: (LIBRARY + bytes(300_000), "nobody"))
+    monkeypatch.setattr(builder, "link", lambda function: (LIBRARY + bytes(300_000), "nobody"))
     monkeypatch.setenv("FLA_KDA_CUTE_CACHE_MIB", "1")
-    for bv in range(6):
-        assert library.launcher(variant(bv=bv))() == "from the file"
-        os.utime(empty_library / variant(bv=bv).file_name, (time.time() - 100 + bv,) * 2)
-    left = [entry.spec for entry in disk.Directory(empty_library).entries()]
-    assert left == [variant(bv=bv) for bv in (5, 4, 3)]
+    for stages in range(2, 8):
+        assert library.launcher(variant(stages=stages))() == "from the file"
+        os.utime(empty_library / variant(stages=stages).file_name, (time.time() - 100 + stages,) * 2)
+    left = [kernel.spec for kernel in disk.Directory(empty_library).stored()]
+    assert left == [variant(stages=stages) for stages in (7, 6, 5)]
 
 
 def test_a_failed_compilation_is_not_tried_again(empty_library, built, loaded, monkeypatch):
@@ -203,7 +203,7 @@ PROCESS = """
 import json, os, sys, threading, time, types
 from pathlib import Path
 from fla_kda_backend.compiling import KernelSpec, builder, library
-spec = KernelSpec.of("column_split", "sm_90a", arithmetic="exact", bv=32)
+spec = KernelSpec.of("column_split", "sm_90a")
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
 def build(spec, keep=True):
@@ -213,7 +213,7 @@ def build(spec, keep=True):
     return builder.Artifact(lambda *arguments: "from memory", None, None, {})
 
 builder.build = build
-builder.link = lambda spec, function: (b"a library" * 1000, "nobody")
+builder.link = lambda function: (b"a library" * 1000, "nobody")
 sys.modules["tvm_ffi"] = types.SimpleNamespace(load_module=lambda path: {"launch": lambda: "from the file"})
 print("ready", flush=True)
 sys.stdin.readline()
@@ -245,10 +245,11 @@ def compilers(folder):
     return (folder / "compiled").read_text().split()
 
 
-def test_of_eight_processes_one_compiles(tmp_path):
-    processes = Processes(8, tmp_path, 0.5)
+@pytest.mark.parametrize("number", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_of_many_processes_one_compiles(number, tmp_path):
+    processes = Processes(number, tmp_path, 0.5)
     processes.start()
-    assert processes.answers() == ['"from the file"'] * 8 and len(compilers(tmp_path)) == 1
+    assert processes.answers() == ['"from the file"'] * number and len(compilers(tmp_path)) == 1
 
 
 def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(tmp_path):
@@ -265,8 +266,8 @@ def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(tmp_path):
     killed.kill()
     assert killed.wait(30) == -signal.SIGKILL
     assert waiting.answers() == ['"from the file"'] * 2 and len(compilers(tmp_path)) == 2
-    (entry,) = disk.Directory(tmp_path / "cache").entries()
-    assert entry.problem is None
+    (kernel,) = disk.Directory(tmp_path / "cache").stored()
+    assert kernel.problem is None
     killed.stdin.close(), killed.stdout.close()
 
 
@@ -291,12 +292,13 @@ import json, sys, time
 import torch
 from fla_kda_backend.compiling import KernelSpec, library
 begin = time.perf_counter()
-spec = KernelSpec.of("column_split", "sm_90a", arithmetic="exact", bv=32, warps=4)
+spec = KernelSpec.of("column_split", "sm_90a")
 launch = library.launcher(spec)
 print(json.dumps([time.perf_counter() - begin, "cutlass" in sys.modules, library.loaded()[spec]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(dsl_version() is None or linking.missing() is not None, reason="needs the CuTe DSL and a linker")
 def test_processes_with_the_real_compiler(tmp_path):
     environment = {"PYTHONPATH": ROOT, "FLA_KDA_CUTE_CACHE_DIR": tmp_path / "cache", "TORCH_DEVICE_BACKEND_AUTOLOAD": 0}
@@ -306,7 +308,7 @@ def test_processes_with_the_real_compiler(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    path = tmp_path / "cache" / KernelSpec.of("column_split", "sm_90a", arithmetic="exact", bv=32, warps=4).file_name
+    path = tmp_path / "cache" / variant().file_name
     assert sorted(imported for _, imported, _ in results) == [False, False, True]  # one compiled, the others loaded
     assert {source for _, _, source in results} == {str(path)}
     seconds, imported, _ = min(interpreters.result(REAL, **environment) for _ in range(2))

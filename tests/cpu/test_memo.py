@@ -321,7 +321,7 @@ def test_names_places_and_modes_count(monkeypatch):
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             keys.append(fingerprint(q, k))
-    for variable in (config.MODE, config.UNTESTED, config.COST):
+    for variable in (config.MODE, config.UNTESTED):
         for value in ("", "0", "1"):
             monkeypatch.setenv(variable.name, value)
             keys.append(fingerprint(q, k))
@@ -353,17 +353,17 @@ def test_what_may_be_more_than_it_shows_has_no_fingerprint(backend, value):
 # ---- what is not remembered ----------------------------------------------------------------------------------------
 def test_switches_between_calls(backend, monkeypatch):
     arguments = prefill(device="cpu")
-    monkeypatch.setattr(planning, "plan", lambda call, facts, plan=planning.plan: plan(call, facts)._replace(should_run=False))
-    for variable in (config.MODE, config.COST):
+    gather = facts.gather
+    monkeypatch.setattr(facts, "gather", lambda call: gather(call)._replace(untested=config.UNTESTED.get()))
+    for variable in (config.MODE, config.UNTESTED):
         monkeypatch.setenv(variable.name, "")  # to be undone in the end
     with dispatch_log.capture() as seen:
-        for mode, cost in (("auto", "off"), ("exact", "off"), ("auto", "on"), ("exact", "off"), ("auto", "off")):
-            os.environ[config.MODE.name], os.environ[config.COST.name] = mode, cost
-            verdict = decide(backend, **arguments)
-            verdict.log.record()
-    kernels = [(record.code, dict(record.params).get("arithmetic")) for record in seen]
-    assert kernels[0] == kernels[4] and kernels[1] == kernels[3] == ("accepted", "exact") and kernels[2] == ("cost", None)
-    assert kernels[0] != kernels[1] and len(backend.decided) == 3
+        for mode, untested in (("auto", "1"), ("exact", "1"), ("auto", "0"), ("exact", "1"), ("auto", "1")):
+            os.environ[config.MODE.name], os.environ[config.UNTESTED.name] = mode, untested
+            decide(backend, **arguments).log.record()
+    kernels = [dict(record.params).get("arithmetic") for record in seen]
+    assert kernels == [None, "exact", None, "exact", None]
+    assert len(backend.decided) == 3
 
 
 def test_strict_mode_between_calls(backend, monkeypatch):

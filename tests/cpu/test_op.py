@@ -12,9 +12,12 @@ from kda_inputs import random_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fla_kda_backend
-from fla_kda_backend import op, planning
+from fla_kda_backend import geometry, op, planning
 from fla_kda_backend.call import parse
+from fla_kda_backend.kernels.column_split import contract as column_split
 from fla_kda_backend.kernels.column_split import record as record16
+from fla_kda_backend.kernels.variant import DTYPE_NAMES, Variant
+from fla_kda_backend.kernels.wy64 import contract as wy64
 from fla_kda_backend.kernels.wy64 import record as record64
 from fla_kda_backend.reference import exact
 
@@ -129,10 +132,11 @@ def test_what_is_refused_nowhere_else_is_accepted():
 SETTINGS = ("exact", "robust", "wy64", "wy64 replay")
 
 
-def plan_of(setting, sequences, heads):
+def plan_of(setting, call):
+    sequences, heads, variant = call.num_sequences, call.heads, Variant.of(call)
     if setting in ("exact", "robust"):
-        return planning.column_split(setting, sequences, heads, 132)
-    return planning.Plan("wy64", (("max_ctas", 132), ("overlap", False), ("replay", setting == "wy64 replay")), 132)
+        return planning.column_split(setting, sequences, heads, 132, variant)
+    return planning.Plan("wy64", variant, wy64.Schedule(replay=setting == "wy64 replay"), 132)
 
 
 def record_of(setting):
@@ -146,7 +150,7 @@ def run(inputs, *, setting="exact", final=fp32):
     out = torch.full(inputs["v"].shape, float("nan"), dtype=bf16)
     state = None if final is None else torch.full((sequences, heads, 128, 128), float("nan"), dtype=final)
     call = parse((), kda_inputs.chunk_kda_arguments(inputs))
-    op.into(call, plan_of(setting, sequences, heads), out, state)
+    op.into(call, plan_of(setting, call), out, state)
     return out, state
 
 
@@ -170,15 +174,12 @@ def test_every_dtype_is_in_the_variant(launched, cu_dtype, state, final):
     assert (state_out is None and final is None) or torch.equal(state_out, state_ref.to(final))
     (spec, _), *more = launched
     assert more == [] and spec.arch == "sm_90a" and spec.family == "column_split"
-    assert dict(spec.options) == {
-        "arithmetic": "exact",
-        "bv": 32,
-        "warps": 4,
-        "cu_dtype": str(cu_dtype).removeprefix("torch."),
-        "initial": planning.DTYPE_NAMES.get(state),
-        "final": planning.DTYPE_NAMES.get(final),
-        "segmented": False,
-    }
+    assert spec.variant == Variant(
+        cu_seqlens=DTYPE_NAMES[str(cu_dtype)],
+        initial_state=DTYPE_NAMES.get(str(state)),
+        final_state=DTYPE_NAMES.get(str(final)),
+    )
+    assert spec.schedule == column_split.Schedule("exact", bv=32, warps=4)
 
 
 @pytest.mark.parametrize("state, final", [(None, None), (None, fp32), (fp32, fp32), (bf16, bf16), (fp32, bf16)])
@@ -191,15 +192,10 @@ def test_every_dtype_is_in_the_variant_of_the_64_token_kernels(launched, state, 
     assert (state_out is None and final is None) or torch.equal(state_out, state_ref.to(final))
     (spec, arguments), *more = launched
     assert more == [] and len(arguments) == 34 and (spec.family, spec.arch) == ("wy64", "sm_90a")
-    assert dict(spec.options) == {
-        "max_ctas": 132,
-        "overlap": False,
-        "replay": replay,
-        "cu_dtype": "int32",
-        "initial": planning.DTYPE_NAMES.get(state),
-        "final": planning.DTYPE_NAMES.get(final),
-        "segmented": False,
-    }
+    assert spec.variant == Variant(
+        cu_seqlens="int32", initial_state=DTYPE_NAMES.get(str(state)), final_state=DTYPE_NAMES.get(str(final))
+    )
+    assert spec.schedule == wy64.Schedule(replay=replay)
 
 
 def test_fwd_runs_the_exact_setting(launched, monkeypatch):
@@ -209,7 +205,7 @@ def test_fwd_runs_the_exact_setting(launched, monkeypatch):
     op.fwd(**inputs, out=out, final_state=state)
     out_ref, state_ref = exact.forward(**inputs)
     assert torch.equal(out, out_ref) and torch.equal(state, state_ref)
-    assert dict(launched[0][0].options)["arithmetic"] == "exact"
+    assert launched[0][0].schedule.arithmetic == "exact"
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -217,7 +213,7 @@ def test_fwd_runs_the_exact_setting(launched, monkeypatch):
 def test_run_returns_what_chunk_kda_returns(launched, wanted, setting):
     inputs = random_inputs(70, 2, batch=2)
     call = parse((), kda_inputs.chunk_kda_arguments(inputs, output_final_state=wanted))
-    out, state = op.run(call, plan_of(setting, 2, 2))
+    out, state = op.run(call, plan_of(setting, call))
     out_ref, state_ref = expected(inputs, setting)
     assert torch.equal(out, out_ref)
     assert torch.equal(state, state_ref) if wanted else state is None
@@ -306,7 +302,7 @@ def test_what_is_allocated_is_what_a_launch_needs(launched, monkeypatch, setting
     (size,) = sizes
     for spec, arguments in launched:
         begin, end = arguments[-3:-1]
-        replay = dict(spec.options).get("replay", False)
+        replay = getattr(spec.schedule, "replay", False)
         needed = record.workspace_bytes(end - begin, heads, replay)
         assert needed <= size and (needed == size or limit)
         assert replay == (setting == "wy64 replay" and not limit)
@@ -317,15 +313,15 @@ def test_workspace_is_bounded():
     for tokens, heads in ((1 << 20, 96), (1 << 20, 1), (174_763, 96), (16, 10_000)):
         size = op.workspace_bytes(tokens, 1, heads, tokens)
         record = heads * record16.RECORD_BYTES
-        assert size % record == 0 and 0 < size <= max(op.WORKSPACE_LIMIT, record)
-        assert size + record > op.WORKSPACE_LIMIT or size == -(-tokens // 16) * record
+        assert size % record == 0 and 0 < size <= max(geometry.WORKSPACE_LIMIT, record)
+        assert size + record > geometry.WORKSPACE_LIMIT or size == -(-tokens // 16) * record
     assert op.workspace_bytes(16, 1, 100_000) == 100_000 * 13888  # one chunk of every head is the least
-    assert op.workspace_bytes(1 << 20, 1, 96, 1 << 20, kernel="wy64") <= op.WORKSPACE_LIMIT
+    assert op.workspace_bytes(1 << 20, 1, 96, 1 << 20, kernel="wy64") <= geometry.WORKSPACE_LIMIT
 
 
 def segmented(monkeypatch, chunks, heads, setting="exact"):
     """Let a workspace hold so many chunks of each head."""
-    monkeypatch.setattr(op, "WORKSPACE_LIMIT", record_of(setting).workspace_bytes(chunks, heads) + 5)
+    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", record_of(setting).workspace_bytes(chunks, heads) + 5)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -348,7 +344,7 @@ def test_segments_change_no_bit(launched, monkeypatch, setting, chunks, case):
     spans = [arguments[-3:-1] for _, arguments in launched]
     assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == slots
     assert all(end - begin <= chunks for begin, end in spans)
-    assert all(dict(spec.options)["segmented"] and not dict(spec.options).get("replay") for spec, _ in launched)
+    assert all(spec.schedule.segmented and not getattr(spec.schedule, "replay", False) for spec, _ in launched)
     carries = [arguments[12:14] for _, arguments in launched]
     for (_, left), (taken, other) in zip(carries, carries[1:]):
         assert taken == left != other  # what one leaves the next takes, and never writes where it reads
@@ -358,7 +354,7 @@ def test_one_segment_is_not_called_segmented(launched, monkeypatch):
     inputs = random_inputs(48, 1)
     segmented(monkeypatch, 3, heads=1)
     run(inputs)
-    assert [dict(spec.options)["segmented"] for spec, _ in launched] == [False]
+    assert [spec.schedule.segmented for spec, _ in launched] == [False]
 
 
 # ---- where it is launched --------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What the launches of every kind of call are told, and what comes back: strides, grouped values, intermediate states."""
 
+from dataclasses import replace
+
 import emulated_launch
 import pytest
 import torch
@@ -10,12 +12,14 @@ from golden import relative_error
 from kda_calls import call_of
 from kda_inputs import TOKEN_AXIS
 
-from fla_kda_backend import op, planning
+from fla_kda_backend import geometry, op, planning
 from fla_kda_backend.call import DEVICE_INPUTS, parse
+from fla_kda_backend.kernels.families import FAMILIES
+from fla_kda_backend.kernels.variant import Variant
 from fla_kda_backend.reference import gold
 
 FACTS = {"wy64": INFERENCE, "column_split": INFERENCE._replace(capability=(10, 0))}
-FAMILIES = pytest.mark.parametrize("family", FACTS)
+EACH_FAMILY = pytest.mark.parametrize("family", FACTS)
 SHORT = {"tail": 17, "before": 64, "regime": "normal"}
 
 
@@ -44,14 +48,14 @@ KINDS = {
     **BY_GATE,
     "kimi": KIMI,
     "no parameters": Kind(a_log=None, dt_bias=None),
-    "bf16 parameters": Kind(gate="softplus", a_log="bf16", dt_bias="bf16", beta="twice", cu_dtype="int32"),
-    "direct": Kind(beta="twice", a_log=None, initial=None, cu_dtype="int32"),
-    "fp32 inputs": Kind(gate_dtype="fp32", beta_dtype="fp32", l2norm=False, initial=None),
-    "no final state": Kind(gate="given", a_log=None, dt_bias=None, beta="given", final=None, cu_dtype="int64"),
+    "bf16 parameters": Kind(gate="softplus", a_log="bf16", dt_bias="bf16", beta="twice", cu_seqlens="int32"),
+    "direct": Kind(beta="twice", a_log=None, initial_state=None, cu_seqlens="int32"),
+    "fp32 inputs": Kind(gate_dtype="fp32", beta_dtype="fp32", l2norm=False, initial_state=None),
+    "no final state": Kind(gate="given", a_log=None, dt_bias=None, beta="given", final_state=None, cu_seqlens="int64"),
 }
 
 
-@FAMILIES
+@EACH_FAMILY
 @pytest.mark.parametrize("layout", ["whole", "fused", "transposed", "unaligned"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_call(launched, kind, layout, family):
@@ -76,20 +80,20 @@ def test_prompts_of_one_chunk_are_direct(launched, packed, tokens, direct):
         call[name].normal_()
     found = run(call)
     assert tokens == 0 or close(found, call, 2e-2)
-    assert [dict(spec.options).get("direct", False) for spec, _ in launched] == [direct] * len(launched)
+    assert [spec.schedule.direct for spec, _ in launched] == [direct] * len(launched)
     assert not planning.plan(parse((), call | {"initial_state": torch.zeros(2, 2, 128, 128)}), INFERENCE).params.get("direct")
 
 
 def test_segments_run_on_the_kernel_of_calls_that_are_not_direct(launched, monkeypatch):
     case = Case(KINDS["direct"], **SHORT)
     parsed = parse((), call_of(case))
-    plan = planning.wy64(98, 3, 2, 132, True, {"beta": "twice", "a_log": None})
-    monkeypatch.setattr(op, "WORKSPACE_LIMIT", op.RECORDS["wy64"].workspace_bytes(1, 2))
-    whole = op.spec_of(parsed, plan)
-    assert op.spec_of(parsed, plan._replace(options=(*plan.options, ("direct", True)))) == whole
+    plan = planning.wy64(98, 3, 2, 132, Variant.of(parsed))
+    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", FAMILIES["wy64"].record.workspace_bytes(1, 2))
+    direct = plan._replace(schedule=replace(plan.schedule, direct=True))
+    assert geometry.geometry(parsed, direct, "sm_90a").spec == geometry.geometry(parsed, plan, "sm_90a").spec
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_what_no_gate_reads_is_not_given_to_it(launched, family):
     call = call_of(Case(BY_GATE["given"], **SHORT), A_log=torch.zeros(7), dt_bias=torch.zeros(3, 5).mT, lower_bound="x")
     assert close(run(call, family), call | {"lower_bound": None})
@@ -100,7 +104,7 @@ def test_what_no_gate_reads_is_not_given_to_it(launched, family):
 # ---- strides -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_slices_of_fused_projections_are_read_where_they_lie(launched, dtype):
-    call = call_of(Case(KIMI._replace(gate_dtype=dtype, beta_dtype=dtype), layout="fused", heads=4, **SHORT))
+    call = call_of(Case(replace(KIMI, gate_dtype=dtype, beta_dtype=dtype), layout="fused", heads=4, **SHORT))
     assert close(run(call), call)
     a = told(launched)
     assert all(getattr(a, name) == call[name].data_ptr() for name in TOKEN_AXIS)
@@ -149,14 +153,14 @@ READ = [  # shape, strides, dtype, offset in elements; (token, head) that is tol
 def test_how_a_tensor_is_read(shape, strides, dtype, offset, wanted):
     """As what it is told says, it is the tensor; the column split is told nothing, and reads contiguous ones."""
     x = view(*shape, strides=strides, dtype=dtype, offset=offset)
-    as_it_is, as_a_copy, unaligned = op.reading(x, True)
+    as_it_is, as_a_copy, unaligned = geometry.reading(x, True)
     copied = as_it_is is None or bool(x.data_ptr() & unaligned)
     assert (None if copied else as_it_is) == wanted
     for told, memory in ((wanted, x), (as_a_copy, x.clone(memory_format=torch.contiguous_format))):
         if told is not None:
             rows = memory.as_strided((shape[0] * shape[1], *shape[2:]), (*told, 1)[: len(shape) - 1], memory.storage_offset())
             assert torch.equal(rows, x.flatten(0, 1))
-    as_it_is, as_a_copy, unaligned = op.reading(x, False)
+    as_it_is, as_a_copy, unaligned = geometry.reading(x, False)
     assert as_a_copy == () and unaligned == 15 and (as_it_is == ()) == x.is_contiguous()
 
 
@@ -165,7 +169,7 @@ def test_addresses_are_looked_at_in_each_call(launched, layout):
     """A launch has the strides of the call that it was prepared for; where its tensors lie may change."""
     call = call_of(Case(KIMI, layout=layout, **SHORT))
     parsed = parse((), call)
-    launch = op.prepare(parsed, planning.plan(parsed, INFERENCE))
+    launch = op.bind(parsed, planning.plan(parsed, INFERENCE))
     first = run(call)
     strides = strides_of(launched.pop())
     for moved in ((), ("q",), ("g", "v"), (), ("k", "beta"), ("beta",)):
@@ -191,13 +195,13 @@ def elsewhere(x):
 
 # ---- intermediate states -------------------------------------------------------------------------------------------------
 STATES = {
-    "batch": Kind(states=True),
-    "packed": KIMI._replace(states=True),
-    "no final state": Kind(gate="softplus", final=None, initial=None, cu_dtype="int32", states=True),
+    "batch": Kind(intermediate_states=64),
+    "packed": replace(KIMI, intermediate_states=64),
+    "no final state": Kind(gate="softplus", final_state=None, initial_state=None, cu_seqlens="int32", intermediate_states=64),
 }
 
 
-@FAMILIES
+@EACH_FAMILY
 @pytest.mark.parametrize("chunk_size", [32, 64])
 @pytest.mark.parametrize("kind", STATES)
 def test_intermediate_states(launched, kind, chunk_size, family):
@@ -211,23 +215,23 @@ def test_intermediate_states(launched, kind, chunk_size, family):
     assert launched[0][0].family == ("column_split" if chunk_size == 32 else family)
 
 
-@FAMILIES
+@EACH_FAMILY
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_intermediate_states_in_segments(launched, monkeypatch, chunks, family):
     call = call_of(Case(STATES["packed"], **SHORT))
     whole = run(call, family)
-    monkeypatch.setattr(op, "WORKSPACE_LIMIT", op.RECORDS[family].workspace_bytes(chunks, 2))
+    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", FAMILIES[family].record.workspace_bytes(chunks, 2))
     launched.clear()
     found = run(call, family)
-    assert len(launched) > 1 and len({named(*one).states for one in launched}) == 1
-    assert all(relative_error(a, b) < 1e-6 for a, b in zip(found, whole))
+    assert len(launched) > 1 and len({named(*one).intermediate_states for one in launched}) == 1
+    assert all(relative_error(a, b) < 1e-4 for a, b in zip(found, whole))  # carried in fp32, a few bf16 outputs round otherwise
 
 
 def test_states_are_counted_as_the_kernels_count_them(monkeypatch, launched):
     """Offsets outside the tokens are inside for the kernels, and falling ones are empty sequences."""
     call = call_of(Case(STATES["packed"], **SHORT))
     parsed = parse((), call)
-    launch = op.prepare(parsed, planning.plan(parsed, INFERENCE))
+    launch = op.bind(parsed, planning.plan(parsed, INFERENCE))
     tokens = call["q"].shape[1]
     for offsets, chunks in (([0, 17, 17, tokens], 3), ([0, tokens, 5, 500], 4), ([-9, 1, 65, tokens], 3), ([tokens] * 4, 0)):
         assert launch._count_chunks(torch.tensor(offsets)) == chunks
@@ -262,7 +266,7 @@ def test_every_cu_seqlens_keeps_the_bound_of_a_graph(launched, monkeypatch):
 
 def test_counting_in_a_graph_fails_before_it_waits(launched, monkeypatch):
     call = parse((), call_of(Case(STATES["packed"], **SHORT)))
-    launch = op.prepare(call, planning.plan(call, INFERENCE))
+    launch = op.bind(call, planning.plan(call, INFERENCE))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     class OnGpu:
@@ -275,7 +279,7 @@ def test_counting_in_a_graph_fails_before_it_waits(launched, monkeypatch):
         launch._count_chunks(OnGpu())
 
 
-@FAMILIES
+@EACH_FAMILY
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_of_no_tokens(launched, packed, family):
     call = prefill(1 if packed else 2, 0, 2, device="cpu", return_intermediate_states=True)

@@ -22,7 +22,8 @@ def test_packed_chunks_and_checkpoints_have_places_of_their_own(lengths):
     count = record64.slots(tokens, len(lengths))
     used = [slot for chunks in slots for slot in chunks]
     assert len(set(used)) == len(used) and all(slot < count for slot in used)
-    places = [slot >> record64.LOG2_EVERY for chunks in slots for slot in chunks[record64.EVERY :: record64.EVERY]]
+    every = record64.CHUNKS_PER_CHECKPOINT
+    places = [slot >> record64.LOG2_CHUNKS_PER_CHECKPOINT for chunks in slots for slot in chunks[every::every]]
     assert len(set(places)) == len(places)
     one = record64.workspace_bytes(count, 1, replay=True) - record64.workspace_bytes(count, 1)
     assert all(place < one // (2 * record64.STATE_BYTES) for place in places)

@@ -15,7 +15,7 @@ ROBUST = {"arithmetic": "robust"}
 
 
 def random_inputs(tokens, heads=2, batch=1, sequences=None, seed=0):
-    """Inputs with a log decay log-uniform from -0.001 to -3 a token, channel by channel."""
+    """Inputs whose log decay per token is log-uniform from -0.001 to -3, channel by channel."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -49,7 +49,7 @@ def gold_of(inputs):
 
 
 def no_decay(inputs, logit):
-    """The decay almost off and every beta the same: what one chunk writes is still there at the end."""
+    """Almost no decay and all betas equal: what a chunk writes is still there at the end."""
     inputs.update(g=torch.full_like(inputs["g"], -12.0), beta=torch.full_like(inputs["beta"], logit))
     return inputs
 
@@ -110,7 +110,7 @@ def test_recurrence_from_the_devices_workspace(name):
 
 @pytest.mark.parametrize("name", SLOW)
 def test_dropped_state_is_noticed(name):
-    """Each chunk as a sequence of its own, without the state of the one before."""
+    """Each chunk as a sequence of its own, without the state of the chunk before."""
     case = load(name)
     bounds = exact.sequence_bounds(case.batch, case.tokens, case.inputs["cu_seqlens"])
     cuts = sorted({row for first, end in bounds for row in (*range(first, end, exact.CHUNK), end)})

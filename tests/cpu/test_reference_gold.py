@@ -80,7 +80,7 @@ def test_steep_softplus_gate_is_finite():
     A_log = torch.full((2,), 200.0).log()
     out, state = gold.forward(**inputs | {"g": torch.zeros_like(inputs["g"])}, use_gate_in_kernel=True, A_log=A_log)
     assert out.isfinite().all()
-    # exp(-200 log 2) a token: nothing survives but the last write
+    # exp(-200 log 2) per token: nothing survives but the last write
     written = inputs["beta"][:, -1, :, None, None] * inputs["k"][:, -1, :, :, None] * inputs["v"][:, -1, :, None, :]
     assert relative_error(state, written) < 1e-12
 

@@ -105,7 +105,7 @@ def test_comparison_tells_right_from_wrong(world, kda, gate):
         return gold.forward(**arguments)
 
     def run(call, plan):
-        assert dict(plan.options).get("gate", "bounded") == gate
+        assert plan.variant.gate == gate
         names = (name for name in PARAMETERS if name not in ("cp_context", "transpose_state_layout"))
         return gold.forward(**{name: getattr(call, name) for name in names})
 

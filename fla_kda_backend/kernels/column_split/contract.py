@@ -1,4 +1,4 @@
-"""What the host and the 16-token kernels agree on: numbers of a launch, choices of a plan. Free of the DSL."""
+"""What the host and the 16-token kernels agree on: the numbers of a launch, the choices of a plan. Free of the DSL."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -6,16 +6,16 @@ from typing import NamedTuple
 from fla_kda_backend.kernels.arguments import Addresses, Count, Real, joined
 from fla_kda_backend.kernels.variant import Variant
 
-ARITHMETICS = ("exact", "robust")  # FlashKDA's roundings, or the same algorithm without those that lose accuracy
+ARITHMETICS = ("exact", "robust")  # FlashKDA's roundings; the same algorithm without those that lose accuracy
 VALUE_DIM = 128
 
 
 class Numbers(NamedTuple):
-    """What the metadata of a call decides; tensors are contiguous."""
+    """What the metadata of a call decides. Its tensors are contiguous."""
 
-    scale: Real  # factor of the scores
+    scale: Real  # multiplies the scores
     gate_scale: Real  # lower_bound * log2(e)
-    seq_len: Count  # tokens of each sequence, or of all packed ones
+    seq_len: Count  # tokens of each sequence; packed: of all sequences together
     num_seqs: Count
     qk_heads: Count
     heads: Count  # a multiple of qk_heads
@@ -28,12 +28,12 @@ Arguments = joined(Addresses, Numbers)
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a plan chooses. Apart from the arithmetic nothing here changes a bit of the results."""
+    """What a plan chooses. Apart from the arithmetic, no choice changes a bit of the results."""
 
     arithmetic: str = "exact"
     bv: int = 32  # value columns per CTA
     warps: int = 4  # compute warps per CTA
-    stages: int = 4  # of the ring of records
+    stages: int = 4  # of the ring that holds records and rows of v
     segmented: bool = False  # the launch may cover only some of the call's slots
 
     def check(self, variant: Variant) -> None:

@@ -1,17 +1,16 @@
-"""The two launches of a 64-token call on SM90: prepare, then the chain, which begins while prepare drains, or, overlapped,
-as soon as the first records are written.
+"""The two launches of a 64-token call on SM90: prepare, then the chain.
 
-Only the chain is launched with programmatic overlap, and only what touches the workspace waits for prepare. That is
-enough because prepare itself starts after everything before it has finished (the last segment's chain included), and
-because every CTA of the chain has a loader that waits, also where it has no chunk: the chain never ends before prepare.
+The chain begins while prepare drains or, overlapped, as soon as the first records are written. It alone is launched with
+programmatic overlap, and only what touches the workspace waits for prepare. That is enough because prepare itself starts
+after everything before it has finished (the last segment's chain included), and because every CTA of the chain has a
+loader that waits, also where it has no chunk: the chain never ends before prepare.
 
 Overlapped, a loader waits for the flag of each record instead, and for prepare at its end. Every CTA of prepare has cleared
-the flags of its own records before the first CTA of the chain can start, and is on its SM by then, or done: it goes on to
-its end whatever the chain does, so each flag is set. A CTA of the chain takes its tasks one after the other and waits for
-nothing but flags, so it does not matter how many of them find an SM: any one of them comes to its end. Where programmatic
-overlap is off, the chain finds all flags set. A
-cluster of the chain starts where two SMs of one neighbourhood are free, so CTAs of prepare that leave theirs to it leave
-them by clusters, too.
+the flags of its own records before the first CTA of the chain can start. By then it is on its SM, or done, and it goes on to
+its end whatever the chain does; so each flag is set. A CTA of the chain takes its tasks one after the other and waits for
+nothing but flags. So it does not matter how many of them find an SM: any one of them comes to its end. Where programmatic
+overlap is off, the chain finds all flags set. A cluster of the chain starts where two SMs of one GPC are free, so
+CTAs of prepare that leave their SMs to it leave them by clusters, too.
 """
 
 import cutlass.cute as cute
@@ -30,7 +29,7 @@ class WY64:
 
     def __init__(self, variant, schedule):
         self.chain = (ChainReplayWY64 if schedule.replay else ChainWY64)(variant, schedule)
-        self.prepare = PrepareWY64(variant, schedule, self.chain if schedule.overlap else None)
+        self.prepare = PrepareWY64(variant, schedule, self.chain.chains_per_group, self.chain.link_time)
 
     def smem_bytes(self):
         """Dynamic shared memory of each kernel."""
@@ -40,10 +39,5 @@ class WY64:
     def __call__(self, *arguments):
         *values, stream = arguments
         a = Arguments(*values)
-        self.prepare(a.q, a.k, a.v, a.g, a.beta, a.a_log, a.dt_bias, a.final_state, a.out, a.cu_seqlens, a.workspace,
-                     a.q_token, a.q_head, a.k_token, a.k_head, a.v_token, a.v_head, a.g_token, a.g_head, a.beta_token,
-                     a.beta_head, a.scale, a.gate_scale, a.seq_len, a.num_seqs, a.qk_heads, a.heads, a.slot_begin,
-                     a.slot_end, stream)  # fmt: skip
-        self.chain(a.initial_state, a.final_state, a.out, a.cu_seqlens, a.workspace, a.carry_in, a.carry_out,
-                   a.intermediate_states, a.scale, a.seq_len, a.num_seqs, a.heads, a.slot_begin, a.slot_end,
-                   stream)  # fmt: skip
+        self.prepare(a, stream)
+        self.chain(a, stream)

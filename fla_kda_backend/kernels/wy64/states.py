@@ -1,13 +1,15 @@
 """States in and out of WGMMA accumulators.
 
-A chain thread holds 64 values of S^T [64 value rows x 128 keys] as two fp32 tensors (keys 0-63, 64-127) of shape (8,
-4): value 4*(j % 2) + 2*r + e of column j // 2 belongs to value row 16*warp + lane // 4 + 8*r and key 8*j + 2*(lane %
-4) + e (j from 0 to 7; 64 more in the second tensor).
+A chain thread holds 64 values of S^T [64 value rows x 128 keys] as two fp32 tensors of shape (8, 4), one of keys 0 to 63
+and one of keys 64 to 127. In each, value 4*(j % 2) + 2*r + e of column j // 2 belongs to value row 16*warp + lane // 4 + 8*r
+and to key 8*j + 2*(lane % 4) + e of the tensor's 64, with j from 0 to 7 and r, e from 0 to 1.
+
+kind: dtype of a state in memory, "fp32" or "bf16"; None: there is no such state. v_first: it is [V, K], otherwise [K, V].
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64.record import HALF, HEAD_DIM
@@ -25,7 +27,7 @@ def load_carry(address, state):
 
 @cute.jit
 def store_carry(address, state):
-    """STATE_BYTES at `address`: [16][128 threads][4] fp32, 16 bytes a thread and instruction, coalesced."""
+    """STATE_BYTES at `address` = state: [16][128 threads][4] fp32, 16 bytes per thread and instruction, coalesced."""
     address += ptx.thread_index() * 16
     for j in cutlass.range_constexpr(16):
         values = [state[j // 8][4 * (j % 2) + e, j % 8 // 2] for e in range(4)]
@@ -33,12 +35,21 @@ def store_carry(address, state):
 
 
 def size(kind):
+    """Bytes of an element."""
     return 0 if kind is None else 4 if kind == "fp32" else 2
 
 
+def state_offset(seq, head, heads, kind):
+    """Byte offset of the state of (sequence, head) in a tensor [sequences, heads] of states."""
+    return (Int64(seq) * heads + head) * (size(kind) * HEAD_DIM * HEAD_DIM)
+
+
 def image(kind, v_first):
-    """(rows, bytes of a row, pitch) of one half of a state in shared memory. A row holds the keys of a value or, not
-    v_first, the values of a key; the pitch spreads what a warp reads at once over all banks."""
+    """(rows, bytes of a row, pitch in bytes) of one value half of a state in shared memory.
+
+    A row holds the keys of a value or, not v_first, the values of a key. The pitch spreads what a warp reads at once over
+    all banks.
+    """
     rows, row = (HALF, HEAD_DIM * size(kind)) if v_first else (HEAD_DIM, HALF * size(kind))
     return rows, row, row + (32 if v_first and kind == "fp32" else 16)
 
@@ -50,16 +61,18 @@ def image_bytes(kind, v_first):
 
 
 @cute.jit
-def fetch_state(target, full, source, half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr):
-    """Bulk copies of one half of the [V, K] (v_first) or [K, V] state at `source`, 16-byte aligned, into an image at
-    `target`; by a whole warp. Their bytes and one arrival complete the mbarrier `full`."""
+def fetch_state(target, full, source, value_half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr):
+    """Bulk copies of one value half of the state at `source`, 16-byte aligned, into an image at `target`; by a whole warp.
+
+    Their bytes and one arrival complete the mbarrier `full`.
+    """
     rows, row, pitch = const_expr(image(kind, v_first))
     source_pitch = const_expr(row if v_first else 2 * row)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, rows * row)
     cute.arch.sync_warp()
     lane = cute.arch.lane_idx()
-    source += half * (rows * row if v_first else row)
+    source += value_half * (rows * row if v_first else row)
     for i in cutlass.range_constexpr(rows // 32):
         at = 32 * i + lane
         ptx.bulk_load(target + at * pitch, source + at * source_pitch, Int32(row), full.toint())
@@ -72,12 +85,12 @@ def _steps(kind, v_first):
 
 
 def half_offset(kind, v_first):
-    """Byte offset of the second half of a state in global memory."""
+    """Byte offset of the second value half of a state in global memory."""
     return HALF * _steps(kind, v_first)[1]
 
 
 def _pairs(address, key_step, value_step):
-    """For each pair of registers: (tensor, row, column) of its first value, addresses of both."""
+    """For each pair of a thread's values of neighbouring keys: (tensor, row, column) of the first, addresses of both."""
     tid = ptx.thread_index()
     start = address + (16 * (tid // 32) + tid % 32 // 4) * value_step + 2 * (tid % 4) * key_step
     for j in range(16):
@@ -104,10 +117,10 @@ def load_state(address, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, sta
 
 
 @cute.jit
-def store_state(address, half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
-    """One half of the [V, K] (v_first) or [K, V] state at `address` in global memory = state."""
+def store_state(address, value_half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
+    """One value half of the state at `address` in global memory = state."""
     steps = const_expr(_steps(kind, v_first))
-    for (part, row, column), first, second in _pairs(address + half * (HALF * steps[1]), *steps):
+    for (part, row, column), first, second in _pairs(address + value_half * (HALF * steps[1]), *steps):
         low, high = state[part][row, column], state[part][row + 1, column]
         if const_expr(v_first and kind == "fp32"):
             ptx.stg_v2_f32(first, low, high)
@@ -124,22 +137,22 @@ def store_state(address, half, kind: cutlass.Constexpr, v_first: cutlass.Constex
 
 @cute.jit
 def store_rounded(address, k: cutlass.Constexpr, words, v_first: cutlass.Constexpr):
-    """Keys 16*k to 16*k + 31 of one half of a bf16 state at `address` in global memory, 16 bytes a thread and store.
+    """Keys 16*k to 16*k + 31 of one value half of a bf16 state at `address` in global memory, 16 bytes per thread and store.
 
-    words[b][j]: the pairs of a thread's A operand, key block k + b. Of the 8 x 8 tile of key octet o and values 8*r on, a
-    thread has word [o // 2][2 * (o % 2) + r]. Neighbours exchange words until each has 8 neighbouring elements.
+    words[b][j]: the pairs of a thread's A operand, key block k + b. A thread has word [o // 2][2 * (o % 2) + r] of the 8 x 8
+    tile of key octet o and values 8*r to 8*r + 7. Neighbours exchange words until each has 8 neighbouring elements.
     """
     key_step, value_step = const_expr(_steps("bf16", v_first))
     tid = ptx.thread_index()
-    group, place = tid % 32 // 4, tid % 4
+    group, lane_of_quad = tid % 32 // 4, tid % 4
     address += 16 * (tid // 32) * value_step + 16 * k * key_step
     if const_expr(v_first):  # four octets of a value's keys
-        address += group * value_step + 8 * place * key_step
+        address += group * value_step + 8 * lane_of_quad * key_step
         for r in cutlass.range_constexpr(2):
             tiles = [words[o // 2][2 * (o % 2) + r] for o in range(4)]
-            ptx.stg_words(address + 8 * r * value_step, ptx.transpose_quad(tiles, place))
+            ptx.stg_words(address + 8 * r * value_step, ptx.transpose_quad(tiles, lane_of_quad))
     else:  # two octets of a key's values, of two octets of keys
-        address += (8 * (place // 2) + group) * key_step + 8 * (place % 2) * value_step
+        address += (8 * (lane_of_quad // 2) + group) * key_step + 8 * (lane_of_quad % 2) * value_step
         for b in cutlass.range_constexpr(2):
             tiles = [ptx.movmatrix(word) for word in words[b]]
-            ptx.stg_words(address + 16 * b * key_step, ptx.transpose_quad(tiles, place))
+            ptx.stg_words(address + 16 * b * key_step, ptx.transpose_quad(tiles, lane_of_quad))
