@@ -9,7 +9,7 @@ from kda_inputs import random_inputs
 from fla_kda_backend.kernels.wy64 import record as record64
 
 pytestmark = pytest.mark.gpu
-STRETCH = record64.EVERY * record64.CHUNK  # tokens between two checkpoints of the replay
+STRETCH = record64.CHUNKS_PER_CHECKPOINT * record64.CHUNK  # tokens between two checkpoints of the replay
 LENGTHS = ([2048, 0, 2300, 1, 1024, 64, 1089], [0, 0, 63], [1088] * 9, [3100, *[20] * 140, 2100])  # the last: not sorted
 
 

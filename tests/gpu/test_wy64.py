@@ -15,7 +15,7 @@ from fla_kda_backend.kernels.wy64 import record as record64
 
 pytestmark = pytest.mark.gpu
 HEADS = 2  # FLA tunes its kernels anew for every number of heads
-STRETCH = record64.EVERY * record64.CHUNK  # tokens between two checkpoints of the replay
+STRETCH = record64.CHUNKS_PER_CHECKPOINT * record64.CHUNK  # tokens between two checkpoints of the replay
 ALL = pytest.mark.parametrize("setting", ["wy64", "wy64 replay", *specs.OVERLAP])
 
 
