@@ -80,8 +80,8 @@ def traffic(case, kernel):
     states = case.sequences * case.heads * 4 * cases.DIM * cases.DIM
     chunks16 = case.heads * sum(chunks(case, record16.CHUNK))
     chunks64 = case.heads * sum(chunks(case, record64.CHUNK))
-    stretches = [max(count - 1, 0) // record64.EVERY for count in chunks(case, record64.CHUNK)]
-    replayed = case.heads * record64.EVERY * sum(stretches)
+    stretches = [max(count - 1, 0) // record64.CHUNKS_PER_CHECKPOINT for count in chunks(case, record64.CHUNK)]
+    replayed = case.heads * record64.CHUNKS_PER_CHECKPOINT * sum(stretches)
     checkpoints = case.heads * sum(max(count - 1, 0) for count in stretches)
     chain = chunks64 * record64.RECORD_BYTES + rows * ROW + states
     inputs = case.prepared_bytes

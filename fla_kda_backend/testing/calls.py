@@ -106,8 +106,8 @@ def rows_of(lengths: tuple[int, ...], packed: bool) -> dict[str, Any]:
     if packed:
         offsets = tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
         return {"batch": 1, "tokens": offsets[-1], "offsets": offsets}
-    assert len(set(lengths)) == 1, f"sequences of different lengths must be packed, got {lengths}"
-    return {"batch": len(lengths), "tokens": lengths[0], "offsets": None}
+    assert len(set(lengths)) <= 1, f"sequences of different lengths must be packed, got {lengths}"
+    return {"batch": len(lengths), "tokens": max(lengths, default=0), "offsets": None}
 
 
 def make(form: Form, draw: Draw | None = None, device: Any = "meta", layout: str = "whole", spelled_out: bool = False,
