@@ -96,7 +96,7 @@ class Decays:
             for n in range(2):
                 words = []
                 for j in range(2):
-                    y = [self.gate.log2_decay(x, rate, bias[2 * kk + n], constant) for x in g(kk, n, j)]
+                    y = self.gate.log2_decay(g(kk, n, j), rate, bias[2 * kk + n], constant)
                     word = ptx.pack_f16x2(*y)
                     words.append(word & masks[j] if self.wide_gate else word)
                 sums.append(ptx.mma_f16(triangle, words, zeros4()))
@@ -121,7 +121,7 @@ class Decays:
         for n in range(8):
             tile_words = []
             for j in range(2):
-                y = [self.gate.log2_decay(x, rate, bias[n], constant) for x in g(n >> 1, n & 1, j)]
+                y = self.gate.log2_decay(g(n >> 1, n & 1, j), rate, bias[n], constant)
                 tile_words.append([part & masks[j] for part in ptx.split_f16x2_saturated(*y)])
             words.append(tile_words)
         return words

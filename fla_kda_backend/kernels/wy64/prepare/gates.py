@@ -36,9 +36,9 @@ class BoundedGate:
         return ptx.rcp(gate_scale * Float32(self.unit))
 
     def log2_decay(self, g, rate, bias, over_scale):
-        """y * unit = 1 / (over_scale * (1 + 2^(rate * g + bias)))."""
-        e = ptx.ex2(ptx.fma(g, rate, bias))
-        return ptx.rcp(ptx.fma(e, over_scale, over_scale))
+        """y * unit = 1 / (over_scale * (1 + 2^(rate * g + bias))), of two tokens of a channel."""
+        e = [ptx.ex2(ptx.fma(x, rate, bias)) for x in g]
+        return [ptx.rcp(ptx.fma(x, over_scale, over_scale)) for x in e]
 
 
 class SoftplusGate:
@@ -57,7 +57,7 @@ class SoftplusGate:
         return None
 
     def log2_decay(self, g, rate, bias, _):
-        return _log2_of_1_plus_exp2(ptx.fma(g, LOG2E, bias)) * rate
+        return [_log2_of_1_plus_exp2(ptx.fma(x, LOG2E, bias)) * rate for x in g]
 
 
 class GivenGate:
@@ -72,7 +72,7 @@ class GivenGate:
         return None
 
     def log2_decay(self, g, rate, bias, _):
-        return g * Float32(LOG2E * self.unit)
+        return [x * Float32(LOG2E * self.unit) for x in g]
 
 
 GATES = {"bounded": BoundedGate, "softplus": SoftplusGate, "given": GivenGate}
