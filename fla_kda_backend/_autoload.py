@@ -58,7 +58,7 @@ def register_now() -> bool:
 
 def entry_points() -> "list[Callable[..., Any]]":
     """The chunk_kda functions that FLA has defined by now: two, if one of the modules was loaded again."""
-    found: "list[Callable[..., Any]]" = []
+    found: list[Callable[..., Any]] = []  # an annotation that is not evaluated
     for name in WATCHED:
         # A module that is still being executed counts as soon as the function is in it: it is decorated by then.
         entry_point = getattr(sys.modules.get(name), "chunk_kda", None)

@@ -1,4 +1,4 @@
-"""Fixtures for a process without compiled kernels: its own cache directory, and a compiler and a loader that do nothing real."""
+"""Fixtures for a process without compiled kernels: its own cache directory, a compiler and a loader that do nothing."""
 
 import sys
 import types
