@@ -8,8 +8,6 @@ The hook stays in `sys.meta_path`: a module that is imported again or reloaded h
 A forked child inherits the hook; a spawned one gets its own when it imports torch.
 """
 
-from __future__ import annotations
-
 import sys
 from _thread import get_ident
 
@@ -58,9 +56,9 @@ def register_now() -> bool:
         return False
 
 
-def entry_points() -> list[Callable[..., Any]]:
+def entry_points() -> "list[Callable[..., Any]]":
     """The chunk_kda functions that FLA has defined by now: two, if one of the modules was loaded again."""
-    found: list[Callable[..., Any]] = []
+    found: list[Callable[..., Any]] = []  # an annotation that is not evaluated
     for name in WATCHED:
         # A module that is still being executed counts as soon as the function is in it: it is decorated by then.
         entry_point = getattr(sys.modules.get(name), "chunk_kda", None)
@@ -86,7 +84,7 @@ def status() -> tuple[str, str]:
     return "off", "no import hook: torch is not imported, or TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 
-def installed_finder() -> Any:
+def installed_finder() -> "Any":
     return next((finder for finder in sys.meta_path if getattr(finder, "is_fla_kda_backend", False)), None)
 
 
@@ -101,8 +99,8 @@ class Finder:
         self._searching: set[tuple[int, str]] = set()
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+        self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         if fullname not in WATCHED:
             if self.late:
                 self._look_again()
@@ -118,7 +116,7 @@ class Finder:
         finally:
             self._searching.discard(search)
 
-    def _wrapped(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    def _wrapped(self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
         for finder in tuple(sys.meta_path):
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
             spec = None if find_spec is None else find_spec(fullname, path, target)
@@ -140,16 +138,16 @@ class Finder:
 class RegisteringLoader:
     """Stands in for a watched module's loader until the module is executed, then registers the backend."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: "Any") -> None:
         self._own = own
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> "Any":
         return getattr(self._own, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         return self._own.create_module(spec)
 
-    def exec_module(self, module: Any) -> None:
+    def exec_module(self, module: "Any") -> None:
         # Before the module runs, so that its own code, and everybody after it, sees the loader that it would have had.
         module.__spec__.loader = module.__loader__ = self._own
         self._own.exec_module(module)

@@ -9,7 +9,7 @@ SWITCHES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "FLA_DISABLE_BACKEND_DISPATCH", "PY
 
 
 def run(script, *arguments, python=sys.executable, cwd=None, timeout=120, **environment):
-    """CompletedProcess of `python -c script`, away from the checkout, with the shell's switches taken out."""
+    """CompletedProcess of `python -c script`, not in the checkout and without the switches that the shell has set."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -26,7 +26,7 @@ def run(script, *arguments, python=sys.executable, cwd=None, timeout=120, **envi
 
 
 def result(script, *arguments, **options):
-    """What the script printed last, as JSON; it has to succeed."""
+    """The last line that the script printed, read as JSON; the script must succeed."""
     done = run(script, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -176,7 +176,7 @@ done = []
 def build(spec, keep=True):
     started.set()
     time.sleep(0.5)
-    done.append(dict(spec.options)["bv"])
+    done.append(spec.schedule.bv)
     return builder.Artifact(print, None, None, {})
 
 builder.build, started = build, threading.Event()

@@ -49,7 +49,10 @@ def test_doctor_json(capsys, monkeypatch):
     assert len(report["gpus"]) == torch.cuda.device_count()
 
 
-@pytest.mark.parametrize("module", ["torch", "fla.ops.kda", "fla_kda_backend.eligibility", "fla_kda_backend.config"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fla.ops.kda", "fla_kda_backend.eligibility")]
+
+
+@pytest.mark.parametrize("module", ["torch", "fla_kda_backend.config", *SLOW])
 def test_doctor_prints_whatever_is_broken(module):
     script = f"""
 import sys
@@ -126,7 +129,7 @@ def test_demo_without_a_gpu():
     assert "for sm_90a" in printed
 
 
-@pytest.mark.parametrize(("model", "layers"), [("kda", "0123"), ("hybrid", "013")])
+@pytest.mark.parametrize(("model", "layers"), [pytest.param("kda", "0123", marks=pytest.mark.slow), ("hybrid", "013")])
 def test_demo_of_a_model_without_a_gpu(model, layers):
     """What the rules decide for each KDA layer's own call; nothing is compiled."""
     printed = demo_without_a_gpu("--model", model)

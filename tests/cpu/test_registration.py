@@ -2,7 +2,6 @@
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -81,12 +80,14 @@ pool.shutdown()
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def outcome():
-    """outcome(name) waits for what a script printed. FLA takes seconds to import, so two run at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        running = {name: pool.submit(result, script, **env) for name, (script, env) in SCRIPTS.items()}
-        yield lambda name: running[name].result()
+    """outcome(name) runs a script, which takes the seconds that FLA's import takes, and returns what it printed."""
+    return lambda name: result(SCRIPTS[name][0], **SCRIPTS[name][1])
+
+
+def slow_apart_from(fast, names):
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def test_entry_point_is_installed():
@@ -94,7 +95,10 @@ def test_entry_point_is_installed():
     assert ours.value == "fla_kda_backend._autoload:register"
 
 
-@pytest.mark.parametrize("route", [*ROUTES, "torch first", "by hand, after", "by hand, before"])
+ALL_ROUTES = (*ROUTES, "torch first", "by hand, after", "by hand, before")
+
+
+@pytest.mark.parametrize("route", slow_apart_from(("fla.ops.kda", "by hand, after"), ALL_ROUTES))
 def test_registered_ahead_of_flashkda(outcome, route):
     assert outcome(route) == ["registered", ["kda_cute", "flash_kda"]]
 
@@ -113,6 +117,7 @@ def test_forked_children_have_it_before_and_after_fla(outcome):
     assert outcome("fork") == [["registered", ["kda_cute", "flash_kda"]]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["spawn", "torch.compile worker"])
 def test_new_child_processes_have_it(outcome, kind):
     assert outcome(kind) == ["kda_cute", "flash_kda"]
@@ -137,7 +142,7 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("name", slow_apart_from(("other signature",), UNKNOWN))
 def test_failure_is_kept_and_warned_of_once(tmp_path, name):
     modules, cause = UNKNOWN[name]
     kda = tmp_path / "fla" / "ops" / "kda"
@@ -189,7 +194,7 @@ PRELOADS = {  # whether CUDA is in use, capability, a change, what tvm_ffi does;
 }
 
 
-@pytest.mark.parametrize("name", PRELOADS)
+@pytest.mark.parametrize("name", slow_apart_from(("calls can run", "no such GPU", "tvm_ffi is broken"), PRELOADS))
 def test_what_the_first_call_needs_is_imported_where_that_is_all_it_takes(name, tmp_path):
     initialized, capability, change, tvm_ffi, expected = PRELOADS[name]
     (tmp_path / "tvm_ffi.py").write_text(tvm_ffi)
