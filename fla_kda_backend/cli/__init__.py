@@ -27,9 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser with every subcommand."""
-    top = argparse.ArgumentParser(
-        prog="fla-kda", description="Kimi Delta Attention kernels behind flash-linear-attention."
-    )
+    top = argparse.ArgumentParser(prog="fla-kda", description="Kimi Delta Attention kernels behind flash-linear-attention.")
     top.add_argument("--version", action="version", version=__version__)
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):

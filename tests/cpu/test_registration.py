@@ -135,8 +135,7 @@ UNKNOWN = {
     "register raises": (
         {
             "backends": BACKENDS + "def register(entry_point):\n    raise ValueError('full')",
-            "chunk": "from fla_kda_backend import call\n"
-            "exec(f'def chunk_kda({\", \".join(call.POSITIONAL)}, **kwargs): pass')",
+            "chunk": "from fla_kda_backend import call\nexec(f'def chunk_kda({\", \".join(call.POSITIONAL)}, **kwargs): pass')",
         },
         "ValueError: full",
     ),
