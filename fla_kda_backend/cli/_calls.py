@@ -133,7 +133,7 @@ def _call(
         dtypes={name: dtype for name, dtype in dtypes.items() if dtype is not None},
         flags={**layer.flags, "output_final_state": final},
     )
-    return make(form)
+    return make(form, spelled_out=True)
 
 
 def specs_of(
