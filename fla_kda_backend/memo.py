@@ -1,5 +1,7 @@
 """What was decided about calls, kept for later calls that no rule, plan or log line could tell from them.
 
+Of calls of `fwd`, about which nothing is decided, it keeps what launches them.
+
 A fingerprint names a call by everything that those read: metadata of tensors, plain values, the names they came by,
 torch's modes and the environment. What the memo keeps holds no tensor.
 """
