@@ -196,8 +196,10 @@ class Launch:
         """Loads or compiles the kernels; raises whatever that raises."""
         self.geometry = of
         self.device, self.index = of.device, of.device.index
-        self.out, self.final_state, self.workspace, self.carries = of.out, of.final_state, of.workspace, of.carries
-        self.segments, self.ignores_gate_parameters = of.segments, of.ignores_gate_parameters
+        # Plain tuples: where they are unpacked into a call, others are copied first.
+        sizes = (of.out, of.final_state, of.workspace, of.carries)
+        self.out, self.final_state, self.workspace, self.carries = (x and tuple(x) for x in sizes)
+        self.segments, self.ignores_gate_parameters = tuple(map(tuple, of.segments)), of.ignores_gate_parameters
         self.wants_states = of.state_chunk is not None
         self.fast_empty = _empty_strided_cuda if of.device.type == "cuda" else None
         self.kernels = None if of.spec is None else launcher(of.spec)
@@ -221,7 +223,7 @@ class Launch:
         if rows is None:
             on_the_host = inputs[-1]
             rows = self._count_chunks(inputs[DEVICE_INPUTS.index("cu_seqlens")] if on_the_host is None else on_the_host)
-        batch, _, heads, _ = self.out.shape
+        batch, _, heads, _ = self.geometry.out.shape
         states = torch.empty(batch, rows, heads, DIM, DIM, dtype=torch.bfloat16, device=self.device)
         self._launch(empty, out, final_state, states, inputs[:-1])
         return out, final_state, states
@@ -290,7 +292,7 @@ class Launch:
                 address = copies[-1].data_ptr()
                 strides |= strides_of(name, as_a_copy)
             addresses.append(address)
-        return copies, tuple(numbers._replace(**strides) for numbers in self.segments), addresses
+        return copies, tuple(numbers._replace(**strides) for numbers in self.geometry.segments), addresses
 
     def _allocator(self) -> Any:
         """Gives tensors of undefined content, from an Allocation, on the current device, which must be ours."""
@@ -305,7 +307,7 @@ class Launch:
             with _on(self.device):
                 if torch.cuda.is_current_stream_capturing():  # which a wait would end
                     raise RuntimeError("cannot count chunks of cu_seqlens in a graph: give cu_seqlens_cpu, or use_graph=True")
-        tokens, chunk = self.out.shape[1], self.geometry.state_chunk
+        tokens, chunk = self.geometry.out.shape[1], self.geometry.state_chunk
         inside = [max(min(offset, tokens), 0) for offset in offsets.tolist()]
         return sum(-(-max(end - first, 0) // chunk) for first, end in zip(inside, inside[1:]))
 
