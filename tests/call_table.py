@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import covering
 
-from fla_kda_backend.kernels.variant import Variant
+from fla_kda_backend.kernels.variant import BETAS, GATES, Variant
 from fla_kda_backend.testing import REGIMES
 from fla_kda_backend.testing.calls import LAYOUTS
 
 ARITHMETIC = {  # by the names of Variant's fields
-    "gate": ("bounded", "softplus", "given"),
+    "gate": tuple(GATES),
     "gate_dtype": ("bf16", "fp32"),
     "a_log": ("fp32", "bf16", None),
     "dt_bias": ("fp32", "bf16", None),
-    "beta": ("sigmoid", "twice", "given"),
+    "beta": BETAS,
     "beta_dtype": ("bf16", "fp32"),
     "l2norm": (True, False),
     "state_v_first": (True, False),
@@ -73,12 +73,18 @@ class Case(NamedTuple):
         return "-".join([label(self.kind), *run_time])
 
 
+def gate_takes(gate, a_log, dt_bias):
+    """Whether a form of the gate goes with these dtypes of its parameters."""
+    a_logs, dt_biases = GATES[gate]
+    return a_log in a_logs and dt_bias in dt_biases
+
+
 def allowed(row):
-    """The gate's parameters are ignored without it, and A_log can be missing from the bounded one alone."""
-    given = {"a_log": row.get("a_log"), "dt_bias": row.get("dt_bias")}
-    if row.get("gate") == "given":
-        return given == {"a_log": None, "dt_bias": None}
-    return row.get("gate") != "softplus" or row.get("a_log", "fp32") is not None
+    """Whether the choices in an incomplete row may stand together."""
+    if "gate" not in row:
+        return True
+    a_logs, dt_biases = GATES[row["gate"]]
+    return row.get("a_log", a_logs[0]) in a_logs and row.get("dt_bias", dt_biases[0]) in dt_biases
 
 
 def kinds():

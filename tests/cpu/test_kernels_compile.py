@@ -5,9 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import compiling
 import pytest
+from call_table import gate_takes
 
 from fla_kda_backend import planning
 from fla_kda_backend.compiling import ARCHS, KernelSpec
+from fla_kda_backend.kernels.variant import BETAS, GATES
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
@@ -33,11 +35,10 @@ def inputs():
     """What the prepare kernel alone depends on."""
     names = ("gate", "gate_dtype", "a_log", "dt_bias", "beta", "beta_dtype", "l2norm")
     optional = (None, *DTYPES)
-    betas = ("sigmoid", "twice", "given")
     rows = [
         row
-        for row in itertools.product(("bounded", "softplus", "given"), DTYPES, optional, optional, betas, DTYPES, BOTH)
-        if not (row[0] == "softplus" and row[2] is None) and (row[0] != "given" or (row[2], row[3]) == (None, None))
+        for row in itertools.product(GATES, DTYPES, optional, optional, BETAS, DTYPES, BOTH)
+        if gate_takes(row[0], row[2], row[3])
     ]
     return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
 

@@ -5,8 +5,10 @@ from collections import Counter
 
 import compiling
 import pytest
+from call_table import gate_takes
 
 from fla_kda_backend.compiling import KernelSpec
+from fla_kda_backend.kernels.variant import BETAS, GATES
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 
@@ -43,10 +45,9 @@ def prepares():
     parameters = (None, *DTYPES)
     rows = [
         row
-        for row in itertools.product(BOTH, ("bounded", "softplus", "given"), DTYPES, BOTH, CU_DTYPES,
-                                     ("sigmoid", "twice", "given"), DTYPES, parameters, parameters)
-        if not (row[1] == "softplus" and row[7] is None) and (row[1] != "given" or row[7:] == (None, None))
-    ]  # fmt: skip
+        for row in itertools.product(BOTH, GATES, DTYPES, BOTH, CU_DTYPES, BETAS, DTYPES, parameters, parameters)
+        if gate_takes(row[1], *row[7:])
+    ]
     return [dict(zip(names, row)) for row in compiling.pairwise(rows)]
 
 
