@@ -77,7 +77,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     if not packed or call.use_graph:
         rows = -(-length // int(call.chunk_size)) + (num_sequences - 1 if packed else 0)
     final_shape = (num_sequences, heads, DIM, DIM)
-    given = variant.gate == "given"
+    given = not call.use_gate_in_kernel
     known: dict[str, Any] = {
         "device": call.q.device,
         "out": contiguous((batch, length, heads, DIM), torch.bfloat16),
@@ -98,7 +98,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     whole = [reading_whole(x) for x in (call.initial_state, call.cu_seqlens, *parameters)]
     numbers: dict[str, Any] = {
         "scale": float(call.scale),
-        "gate_scale": float(call.lower_bound) * LOG2E if variant.gate == "bounded" else 0.0,
+        "gate_scale": 0.0 if given or call.lower_bound is None else float(call.lower_bound) * LOG2E,
         "seq_len": length,
         "num_seqs": num_sequences,
         "qk_heads": qk_heads,

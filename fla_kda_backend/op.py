@@ -197,7 +197,8 @@ class Launch:
         self.geometry = of
         self.device, self.index = of.device, of.device.index
         # Plain tuples: where they are unpacked into a call, others are copied first.
-        sizes = (of.out, of.final_state, of.workspace, of.carries)
+        sizes: Any = (of.out, of.final_state, of.workspace, of.carries)
+        self.out: Any
         self.out, self.final_state, self.workspace, self.carries = (x and tuple(x) for x in sizes)
         self.segments, self.ignores_gate_parameters = tuple(map(tuple, of.segments)), of.ignores_gate_parameters
         self.wants_states = of.state_chunk is not None

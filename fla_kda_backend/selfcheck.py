@@ -19,7 +19,7 @@ from .facts import Facts
 from .kernels.variant import Variant
 from .planning import Plan
 from .testing import Form, Normal, make
-from .testing.values import before_gate
+from .testing.gates import before_gate
 
 logger = logging.getLogger("fla_kda_backend")
 

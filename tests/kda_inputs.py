@@ -7,7 +7,7 @@ import torch
 
 from fla_kda_backend.kernels.variant import DTYPE_NAMES, Variant
 from fla_kda_backend.testing import TOKEN_AXIS, Form, Normal, make, standard_normal
-from fla_kda_backend.testing.values import before_gate
+from fla_kda_backend.testing.gates import before_gate
 
 FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate", "state_v_first")
 REGIMES = ("normal", "saturated", "slow", "correlated", "repeated", "alternating")

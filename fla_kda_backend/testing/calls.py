@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..kernels.variant import DTYPE_NAMES, Variant
+from .gates import GATE_FORMS, LOWER_BOUND
 
 if TYPE_CHECKING:
     import torch
 
 DIM = 128  # of keys and values
-LOWER_BOUND = -5.0
 TOKEN_AXIS = ("q", "k", "v", "g", "beta")  # the tensors that begin with [B, T]
 LAYOUTS = ("whole", "fused", "transposed", "unaligned")  # see laid_out
 TORCH_NAMES = {short: name.removeprefix("torch.") for name, short in DTYPE_NAMES.items()}
@@ -53,16 +53,13 @@ class Form:
             "initial_state": variant.initial_state,
             "cu_seqlens": variant.cu_seqlens,
         }
-        bounded = variant.gate == "bounded"
         flags = {
             "scale": scale,
             "output_final_state": variant.final_state is not None,
             "use_qk_l2norm_in_kernel": variant.l2norm,
-            "use_gate_in_kernel": variant.gate != "given",
             "use_beta_sigmoid_in_kernel": variant.beta != "given",
             "allow_neg_eigval": variant.beta == "twice",
-            "safe_gate": bounded,
-            "lower_bound": lower_bound if bounded else None,
+            **GATE_FORMS[variant.gate].flags(lower_bound),
             "return_intermediate_states": variant.intermediate_states is not None,
             "state_v_first": variant.state_v_first,
         }

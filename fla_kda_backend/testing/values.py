@@ -7,7 +7,8 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from ..kernels.variant import Variant
-from .calls import DIM, LOWER_BOUND, Form
+from .calls import DIM, Form
+from .gates import before_gate
 
 if TYPE_CHECKING:
     import torch
@@ -104,20 +105,6 @@ def _gate(name: str, variant: Variant, form: Form, normal: Normal) -> dict[str, 
     else:
         raw = before_gate(_log_decay(name, variant, form, normal), variant.gate, rate, bias)
     return found | {"g": raw}
-
-
-def before_gate(
-    decay: torch.Tensor, gate: str, rate: Any = 1.0, bias: Any = 0.0, lower_bound: float = LOWER_BOUND
-) -> torch.Tensor:
-    """g for a log decay per token; rate: exp(A_log) [HV, 1], bias: dt_bias [HV, K]."""
-    import torch
-
-    if gate == "given":
-        return decay
-    if gate == "bounded":
-        return torch.logit(decay / lower_bound) / rate - bias
-    x = -decay / rate
-    return torch.where(x > 15, x, x.clamp(max=15).expm1().log()) - bias  # the inverse of softplus
 
 
 def _log_decay(name: str, variant: Variant, form: Form, normal: Normal) -> torch.Tensor:
