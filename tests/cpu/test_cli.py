@@ -129,7 +129,10 @@ def test_demo_without_a_gpu():
     assert "for sm_90a" in printed
 
 
-@pytest.mark.parametrize(("model", "layers"), [pytest.param("kda", "0123", marks=pytest.mark.slow), ("hybrid", "013")])
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [pytest.param("kda", "0123", marks=pytest.mark.slow), pytest.param("hybrid", "013", marks=pytest.mark.slow)],
+)
 def test_demo_of_a_model_without_a_gpu(model, layers):
     """What the rules decide for each KDA layer's own call; nothing is compiled."""
     printed = demo_without_a_gpu("--model", model)

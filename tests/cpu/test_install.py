@@ -56,6 +56,7 @@ def environment(tmp_path):
     return Environment(tmp_path)
 
 
+@pytest.mark.slow
 def test_wheel(environment):
     environment.install(environment.checkout)
     shutil.rmtree(environment.checkout)

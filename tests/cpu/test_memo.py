@@ -256,8 +256,10 @@ def test_the_last_verdict_is_given_to_no_other_value(name, torchs_guards):
         assert recent(**FULL | {name: value}) == same, value
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("kind", ["nested", "sparse", "compressed"])
+@pytest.mark.parametrize("kind, twice", [
+    ("nested", True), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in (
+        ("nested", False), ("sparse", False), ("sparse", True), ("compressed", False), ("compressed", True))),
+])  # fmt: skip
 def test_tensors_without_strides_end_no_process(kind, twice, torchs_guards):
     """torch's check of them does; so a process of its own, as the call after others, and as others themselves."""
     odd = {

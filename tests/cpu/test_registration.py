@@ -98,7 +98,7 @@ def test_entry_point_is_installed():
 ALL_ROUTES = (*ROUTES, "torch first", "by hand, after", "by hand, before")
 
 
-@pytest.mark.parametrize("route", slow_apart_from(("fla.ops.kda", "by hand, after"), ALL_ROUTES))
+@pytest.mark.parametrize("route", slow_apart_from(("fla.ops.kda",), ALL_ROUTES))
 def test_registered_ahead_of_flashkda(outcome, route):
     assert outcome(route) == ["registered", ["kda_cute", "flash_kda"]]
 
@@ -109,10 +109,12 @@ def test_opt_out(outcome):
     assert order == []
 
 
+@pytest.mark.slow
 def test_fla_without_dispatch_is_told_from_a_registration(outcome):
     assert outcome("dispatch disabled") == ["dispatch_disabled", []]
 
 
+@pytest.mark.slow
 def test_forked_children_have_it_before_and_after_fla(outcome):
     assert outcome("fork") == [["registered", ["kda_cute", "flash_kda"]]] * 3
 
