@@ -257,11 +257,12 @@ class _Folder:
         self.problem = _others_can_write(os.fstat(descriptor), "the directory", path)
         self.expected = (config.CACHE_MANIFEST.get() or "").strip().lower()  # the manifest's sha256
         if self.problem is not None and (private or not self.expected):
-            variable = config.CACHE_MANIFEST.name
-            advice = (
-                "is set, so it is only read" if self.expected else "set to what fla-kda compile --out printed lets it be read"
-            )
-            raise Unusable(f"{self.problem}; {variable} {advice}")
+            advice = ""
+            if self.expected:
+                advice = f"; {config.CACHE_MANIFEST.name} is set, so it is only read"
+            elif not private:
+                advice = f"; {config.CACHE_MANIFEST.name} set to what fla-kda compile --out printed lets it be read"
+            raise Unusable(self.problem + advice)
         self.signed = self._manifest() if self.problem is not None else None  # {file name: sha256}, once it was read
 
     def kernels(self) -> list[str]:
