@@ -147,6 +147,13 @@ CACHE_MIB = Count(
     "1024",
     "Size that the directory may grow to, in MiB: whoever adds a kernel removes those not used for the longest time.",
 )
+CACHE_MANIFEST = Variable(
+    "FLA_KDA_CUTE_CACHE_MANIFEST",
+    None,
+    None,
+    "The sha256 that fla-kda compile --out printed. A directory that others may write is then used for exactly these kernels, "
+    "and never written to.",
+)
 COMPILE = Variable(
     "FLA_KDA_CUTE_COMPILE",
     {"in_place": "in_place", "background": "background"},
@@ -154,7 +161,7 @@ COMPILE = Variable(
     "What a call does whose kernel must first be compiled. in_place: wait. background: run elsewhere until it is ready.",
 )
 
-VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, COMPILE)
+VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, CACHE_MANIFEST, COMPILE)
 
 
 def cache_dir() -> Path | None:

@@ -9,6 +9,7 @@ FLA_KDA_CUTE_LOG names. The replay of a CUDA graph is no call of chunk_kda and l
     assert all(record.outcome == "accepted" for record in seen)
 """
 
+import errno
 import json
 import logging
 import os
@@ -101,7 +102,7 @@ _lock = threading.Lock()
 _ring: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=RING_SIZE)  # a Record's time, and its other fields
 _counts: dict[tuple[Any, ...], list[int]] = {}  # decision -> [how often]; clear() makes a new dict, so old counters are void
 _captures: tuple[list[Record], ...] = ()
-_file: tuple[str, int] | None = None  # path and descriptor of the file that lines go to
+_file: "_File | None" = None
 _unwritable: set[str] = set()
 
 
@@ -275,18 +276,53 @@ def _counter(content: tuple[Any, ...]) -> list[int]:
     return _counts.setdefault(decision, [0])
 
 
+class _File:
+    """The file that lines go to. It is opened anew once another one, or none, is under its path: logs are rotated so.
+
+    No call waits for it. What a pipe without a reader, or with a slow one, does not take at once is lost.
+    """
+
+    def __init__(self, path: str) -> None:
+        # Without O_NONBLOCK, opening a pipe waits for a reader, and writing to a full one or to a stopped terminal waits, too.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        self.path, self.descriptor = path, os.open(path, flags, 0o644)
+        status = os.fstat(self.descriptor)
+        self.identity = status.st_dev, status.st_ino
+        self.torn = False  # the last line lacks its end
+
+    def current(self, path: str) -> bool:
+        """Whether lines for `path` go here."""
+        if path != self.path:
+            return False
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return False
+        return (status.st_dev, status.st_ino) == self.identity
+
+    def write(self, line: bytes) -> None:
+        """In one write, to a file opened for appending: lines stay whole, whoever else writes to it."""
+        line = b"\n" + line if self.torn else line
+        written = os.write(self.descriptor, line)
+        self.torn = written < len(line) if written else self.torn
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
 def _append(path: str, taken: Record) -> None:
     global _file
     line = (json.dumps(taken.to_dict(), default=str) + "\n").encode()
     with _lock:
         try:
-            if _file is None or _file[0] != path:
+            if _file is None or not _file.current(path):
                 if _file is not None:
-                    os.close(_file[1])
-                    _file = None
-                _file = path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.write(_file[1], line)  # one write to a file opened for appending: lines stay whole, whoever else writes to it
+                    old, _file = _file, None
+                    old.close()
+                _file = _File(path)
+            _file.write(line)
         except OSError as error:
             if path not in _unwritable:
                 _unwritable.add(path)
-                logger.warning("%s=%s cannot be written, decisions go on without it: %s", config.LOG.name, path, error)
+                reason = "nobody reads from it" if error.errno in (errno.ENXIO, errno.EPIPE) else error
+                logger.warning("%s=%s cannot be written, decisions go on without it: %s", config.LOG.name, path, reason)

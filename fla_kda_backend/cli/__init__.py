@@ -16,9 +16,11 @@ from .. import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status."""
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         return args.run(args)
+    except KeyboardInterrupt:
+        return 130  # what a shell reports of a program that Ctrl-C ended
     except BrokenPipeError:
         # The reader of our output is gone, as with `| head`; the interpreter would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

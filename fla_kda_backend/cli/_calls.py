@@ -4,10 +4,11 @@ The same rules and plans as for real calls decide which kernels these are.
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ._config import LARGEST, Config, Unfit
 
 if TYPE_CHECKING:
     from ..compiling import KernelSpec
@@ -34,10 +35,6 @@ class Layer(NamedTuple):
     parameter_dtypes: tuple[str | None, ...]  # of A_log and dt_bias; None: the gate is computed outside
 
 
-class NoKDA(ValueError):
-    """The configuration is of a model without KDA layers."""
-
-
 IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
 USUAL = tuple(
     Layer(
@@ -56,44 +53,63 @@ USUAL = tuple(
 
 
 def layer_of(path: str | Path) -> tuple[Layer, int]:
-    """(Layer, longest prompt in tokens) of a config.json, or of a directory with one."""
-    path = Path(path)
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise NoKDA(f"{path} holds no object")
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        config = {**config, **inner}
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    longest = config.get("max_position_embeddings") or config.get("model_max_length") or LONGEST
-    if config.get("model_type") == "kda":
-        return _of_fla(config, dtype), longest
-    if "linear_attn_config" in config or config.get("model_type") in ("kimi_linear", "glm5_next", "bailing_hybrid"):
-        return _of_transformers(config, dtype), longest
-    raise NoKDA(f"knows the KDA layers of FLA and transformers, got model_type {config.get('model_type')!r}")
+    """(Layer, longest prompt in tokens) of a config.json, or of a directory with one; raises _config.Unfit."""
+    config = Config.read(path)
+    dtype = config.dtype()
+    longest = LONGEST
+    for name in ("max_position_embeddings", "model_max_length"):
+        if config.given(name):
+            longest = int(min(LONGEST, config.number(name, above=0)))
+            break
+    if config.fields.get("model_type") == "kda":
+        return _of_fla(config, dtype), max(1, longest)
+    if "linear_attn_config" in config.fields or config.fields.get("model_type") in (
+        "kimi_linear",
+        "glm5_next",
+        "bailing_hybrid",
+    ):
+        return _of_transformers(config, dtype), max(1, longest)
+    raise config.unfit(
+        "model_type",
+        "names no model with KDA layers that is known here: --for takes FLA's kda models, Kimi Linear and its kin; "
+        "without --for, what FLA's layer calls is compiled",
+    )
 
 
-def _of_fla(config: dict[str, Any], dtype: str) -> Layer:
+def _of_fla(config: Config, dtype: str) -> Layer:
     """fla.layers.KimiDeltaAttention, with the defaults of fla.models.KDAConfig."""
-    heads, dim = config.get("num_heads", 16), config.get("head_dim", 128)
+    heads, dim = config.count("num_heads", 16), config.count("head_dim", 128)
     flags: dict[str, Any] = dict.fromkeys((*IN_KERNEL, "state_v_first"), True)
-    for name, default in (("allow_neg_eigval", False), ("safe_gate", False), ("lower_bound", None)):
-        flags[name] = config.get(name, default)
-    value_dim = int(dim * config.get("expand_v", 1))
+    for name in ("allow_neg_eigval", "safe_gate"):
+        flags[name] = config.flag(name, False)
+    flags["lower_bound"] = config.number("lower_bound") if config.given("lower_bound") else None
+    value_heads = config.count("num_v_heads") if config.given("num_v_heads") else heads
+    value_dim = int(dim * config.number("expand_v", 1, above=0, most=LARGEST))
+    if value_dim < 1:
+        raise config.unfit("expand_v", f"leaves no value column of head_dim {dim}: FLA's default is 1")
     # The layer makes its parameters in fp32; a model that was converted as a whole has them in its own dtype.
     parameters = tuple(dict.fromkeys(("float32", dtype)))
-    return Layer(heads, config.get("num_v_heads") or heads, dim, value_dim, flags, dtype, dtype, (dtype,), parameters)
+    return Layer(heads, value_heads, dim, value_dim, flags, dtype, dtype, (dtype,), parameters)
 
 
-def _of_transformers(config: dict[str, Any], dtype: str) -> Layer:
+def _of_transformers(config: Config, dtype: str) -> Layer:
     """Kimi Linear and its kin in transformers, and Kimi's own code: gate and beta are computed outside, the gate in fp32."""
-    own = config.get("linear_attn_config") or {}
-    heads = own.get("num_heads") or config.get("linear_num_heads") or config.get("num_attention_heads")
-    dim = own.get("head_dim") or config.get("linear_head_dim") or config.get("head_dim") or 128
-    if not heads:
-        raise NoKDA("requires linear_attn_config.num_heads, linear_num_heads or num_attention_heads, got none")
+    own = config.inner("linear_attn_config")
+    heads = _first(own, "num_heads", config, ("linear_num_heads", "num_attention_heads"))
+    if heads is None:
+        names = "linear_attn_config.num_heads, linear_num_heads or num_attention_heads"
+        raise Unfit(f"{config.path}: has no number of heads: write {names}")
+    dim = _first(own, "head_dim", config, ("linear_head_dim", "head_dim")) or 128
     flags = {"use_qk_l2norm_in_kernel": True}
     return Layer(heads, heads, dim, dim, flags, dtype, "float32", tuple(dict.fromkeys((dtype, "float32"))), (None,))
+
+
+def _first(own: Config, name: str, config: Config, others: Sequence[str]) -> int | None:
+    """The first number that is given: of the layer's own field, or of one of the model's."""
+    for where, field in ((own, name), *((config, other) for other in others)):
+        if where.given(field):
+            return where.count(field)
+    return None
 
 
 def calls(layer: Layer, sequences: Iterable[tuple[int, int]] = SEQUENCES) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("cache", help="list, verify or clear the compiled kernels")
     parser.add_argument("--dir", type=Path, help="the directory (default: the cache directory)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--verify", action="store_true", help="exit status 1 if a file is not whole or not to be used")
+    what.add_argument("--verify", action="store_true", help="exit status 1 if a file is not to be used, or none is")
     what.add_argument("--clear", action="store_true", help="remove all compiled kernels")
     parser.set_defaults(run=run)
 
@@ -29,11 +29,14 @@ def run(args: argparse.Namespace) -> int:
     folder = args.dir or config.cache_dir()
     if folder is None:
         print("FLA_KDA_CUTE_CACHE_DIR=off: nothing is kept")
-        return 0
+        return 1 if args.verify else 0
     directory = disk.Directory(folder)
     try:
         if args.clear:
-            print(f"{directory.clear()} kernels removed from {folder}")
+            count, left = directory.clear()
+            print(f"{count} kernels removed from {folder}")
+            for name in left:
+                print(f"{name} is left: it has a kernel's name, but is none, or only part of one")
             return 0
         kernels = directory.stored()
     except (OSError, disk.Unusable) as error:
@@ -43,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
     size = sum(kernel.size for kernel in kernels)
     print(f"{len(kernels)} kernels, {size / 2**20:.1f} of {config.CACHE_MIB.get()} MiB, in {folder}")
     bad = [kernel for kernel in kernels if kernel.problem not in (None, disk.STALE)]
+    if args.verify and not any(kernel.problem is None for kernel in kernels):
+        what = "no kernel that this version of the package can use" if folder.is_dir() else "no such directory"
+        print(f"fla-kda cache: {folder}: {what}", file=sys.stderr)
+        return 1
     return 1 if args.verify and bad else 0
 
 

@@ -2,9 +2,12 @@
 
 Each line of input is a KernelSpec.to_dict() in JSON. Each line of output tells, in the same order, what became of one:
 {"seconds": .., "failure": a text or null}. There is one process per architecture, because the DSL takes its target at import.
+What the compiler prints goes to standard error.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -14,6 +17,8 @@ from .spec import KernelSpec
 
 def main(folder: str) -> None:
     failure: str | None
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
         begin = time.perf_counter()
         try:
@@ -21,8 +26,12 @@ def main(folder: str) -> None:
             failure = None
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        print(json.dumps({"seconds": time.perf_counter() - begin, "failure": failure}), flush=True)
+        print(json.dumps({"seconds": time.perf_counter() - begin, "failure": failure}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that scratch files are removed
+    try:
+        main(sys.argv[1])
+    except BrokenPipeError:  # nobody waits for the answer
+        os._exit(1)

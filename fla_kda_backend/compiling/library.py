@@ -83,13 +83,14 @@ def _load(spec: KernelSpec) -> Found | None:
     folder = config.cache_dir()
     if folder is None:
         return None
-    try:
-        found = Directory(folder).find(spec)
-        return None if found is None else Found(load(*found), str(found[1]))
-    except Unusable as error:
-        _say(logging.WARNING, f"{folder / spec.file_name} is not used: {error}")
-    except Exception as error:  # the file is whole, but was made for another machine
-        _say(logging.WARNING, f"{folder / spec.file_name} cannot be loaded: {type(error).__name__}: {error}")
+    for found in Directory(folder).candidates(spec):
+        if isinstance(found, Unusable):
+            _say(logging.WARNING, str(found))
+            continue
+        try:
+            return Found(load(*found), str(found.path))
+        except Exception as error:  # the file is whole, but was made for another machine
+            _say(logging.WARNING, f"{found.path} cannot be loaded: {type(error).__name__}: {error}")
     return None
 
 
@@ -135,7 +136,7 @@ def _store(spec: KernelSpec, function: Any, directory: Directory) -> bool:
     except Exception as error:
         _say(logging.WARNING, f"compiled kernels are not kept in {directory.path}: {error}")
         return False
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, Unusable):
         directory.trim(config.CACHE_MIB.get() << 20, keep=path)
     return True
 

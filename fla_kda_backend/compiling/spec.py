@@ -15,6 +15,7 @@ from ..kernels.families import FAMILIES
 from ..kernels.variant import Variant
 
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}  # by compute capability
+FILE_NAME = r"\w+-sm_\w+-[0-9a-f]{24}-\w+-dsl[\w.]+\.so"  # the form of KernelSpec.file_name, of any version of this package
 
 
 @dataclass(frozen=True)

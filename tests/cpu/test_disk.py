@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import time
 import types
@@ -11,9 +13,10 @@ from dataclasses import replace
 
 import pytest
 
-from fla_kda_backend.compiling import KernelSpec, disk
+from fla_kda_backend.compiling import ARCHS, KernelSpec, disk
 from fla_kda_backend.compiling import spec as spec_module
 from fla_kda_backend.compiling.disk import Directory, Unusable, pack
+from fla_kda_backend.kernels.families import FAMILIES
 
 LIBRARY = b"\x7fELF" + bytes(range(256)) * 8
 SPEC = KernelSpec.of("column_split", "sm_90a", bv=64)
@@ -45,8 +48,8 @@ def test_what_was_added_is_found(directory):
     path = directory.add(SPEC, LIBRARY, linked_by="gcc")
     assert path == directory.path / SPEC.file_name and os.listdir(directory.path) == [SPEC.file_name]
     assert path.read_bytes().startswith(LIBRARY)
-    library, where = directory.find(SPEC)
-    assert bytes(library) == LIBRARY and where == path and directory.find(OTHER) is None
+    library, where, private = directory.find(SPEC)
+    assert bytes(library) == LIBRARY and where == path and private and directory.find(OTHER) is None
     (kernel,) = directory.stored()
     assert kernel.spec == SPEC and kernel.problem is None and kernel.size == path.stat().st_size
     assert kernel.description["dsl"] == "4.8.1" and kernel.description["linked_by"] == "gcc"
@@ -264,24 +267,177 @@ def test_use_is_noted_once_a_day(directory):
     assert path.stat().st_mtime == pytest.approx(recently)
 
 
+LEFT = (f".{SPEC.file_name}.1-0123456789ab.tmp", f".{SPEC.file_name}.lock", f".{disk.MANIFEST}.1-0123456789ab.tmp")
+FOREIGN = ("README", ".other", ".x.lock", ".x.tmp", ".1-ab.tmp", "extension.so", "extension.cpython-311-x86_64-linux-gnu.so",
+           "wy64-sm_90a.so", f".{OTHER.file_name}.lock")  # fmt: skip
+
+
+def others(directory):
+    """Files of other people: names unlike ours, a kernel's name without its trailer, a lock that holds something."""
+    for name in (*FOREIGN, OTHER.file_name):
+        (directory.path / name).write_bytes(b"something")
+    (directory.path / f".{OTHER.file_name}.1-0123456789ab.tmp").mkdir()
+    (directory.path / numbered(9).file_name).symlink_to(directory.path / SPEC.file_name)
+    return {*FOREIGN, OTHER.file_name, f".{OTHER.file_name}.1-0123456789ab.tmp", numbered(9).file_name}
+
+
 def test_what_killed_processes_left_is_removed(directory):
     path = directory.add(SPEC, LIBRARY)
-    left = [directory.path / name for name in (".1-ab.tmp", ".x.so.lock", "README", ".other")]
-    for each in left:
-        each.write_text("")
-        os.utime(each, (time.time() - 2 * disk.DAY,) * 2)
-    young = directory.path / ".2-cd.tmp"
-    young.write_text("")
+    for name in LEFT:
+        (directory.path / name).touch()
+    foreign = others(directory)
+    for name in os.listdir(directory.path):
+        os.utime(directory.path / name, (time.time() - 2 * disk.DAY,) * 2, follow_symlinks=False)
+    young = directory.path / f".{SPEC.file_name}.2-0123456789ab.tmp"
+    young.touch()
     directory.trim(limit=1 << 30)
-    assert {*os.listdir(directory.path)} == {path.name, young.name, "README", ".other"}
+    assert {*os.listdir(directory.path)} == {path.name, young.name, *foreign}
+
+
+def test_trimming_counts_and_removes_only_kernels(directory):
+    paths, size = fill(directory, [3, 2, 1])
+    foreign = others(directory)
+    for name in foreign:
+        os.utime(directory.path / name, (time.time() - 9 * disk.DAY,) * 2, follow_symlinks=False)
+    directory.trim(limit=2 * size)
+    assert {*os.listdir(directory.path)} == {*foreign, paths[1].name, paths[2].name}
+    directory.trim(limit=0)
+    assert {*os.listdir(directory.path)} == foreign
 
 
 def test_clear_leaves_what_is_not_ours(directory):
     fill(directory, [1, 2, 3])
-    (directory.path / "README").write_text("")
-    open(directory.lock_path(SPEC), "w").close()
-    assert directory.clear() == 3 and os.listdir(directory.path) == ["README"]
-    assert Directory(directory.path / "none").clear() == 0
+    directory.sign()
+    foreign = others(directory)
+    for name in LEFT:
+        (directory.path / name).touch()
+    assert directory.clear() == (3, sorted([OTHER.file_name, numbered(9).file_name]))
+    assert {*os.listdir(directory.path)} == foreign
+    assert Directory(directory.path / "none").clear() == (0, [])
+
+
+def test_clear_leaves_a_list_of_somebody_else(directory):
+    directory.add(SPEC, LIBRARY)
+    (directory.path / disk.MANIFEST).write_text("0" * 64 + "  something.so\n")
+    directory.clear()
+    assert os.listdir(directory.path) == [disk.MANIFEST]
+
+
+def test_other_files_are_not_listed_as_kernels(directory):
+    directory.add(SPEC, LIBRARY)
+    others(directory)
+    assert {kernel.path.name for kernel in directory.stored()} == {SPEC.file_name, OTHER.file_name, numbered(9).file_name}
+
+
+def test_all_names_of_kernels_have_their_form(monkeypatch):
+    for version in ("4.8.1", "4.9.0.dev1_x_y", "none"):
+        monkeypatch.setattr(spec_module, "dsl_version", lambda version=version: version)
+        for family in FAMILIES:
+            for arch in ARCHS.values():
+                assert disk.KERNEL.fullmatch(KernelSpec.of(family, arch).file_name)
+
+
+# ---- a directory that others can write ----------------------------------------------------------------------------------
+@pytest.fixture
+def signed(directory, monkeypatch):
+    """The path of a kernel in such a directory, whose manifest is set."""
+    path = directory.add(SPEC, LIBRARY)
+    digest = directory.sign()
+    assert digest == hashlib.sha256((directory.path / disk.MANIFEST).read_bytes()).hexdigest()
+    monkeypatch.setenv("FLA_KDA_CUTE_CACHE_MANIFEST", digest)
+    directory.path.chmod(0o2777)
+    path.chmod(0o666)
+    yield path
+    directory.path.chmod(0o755)
+
+
+def test_the_remedy_is_named(directory):
+    path = directory.add(SPEC, LIBRARY)
+    path.chmod(0o664)
+    with pytest.raises(Unusable, match=f"chmod go-w {re.escape(str(path))}$"):
+        directory.find(SPEC)
+    directory.path.chmod(0o2775)
+    with pytest.raises(Unusable, match=f"chmod go-w {re.escape(str(directory.path))}; FLA_KDA_CUTE_CACHE_MANIFEST"):
+        directory.find(SPEC)
+
+
+def test_what_the_manifest_names_is_taken(directory, signed, loader):
+    library, path, private = directory.find(SPEC)
+    assert bytes(library) == LIBRARY and path == signed and not private
+    (kernel,) = directory.stored()
+    assert kernel.problem is None and kernel.digest == hashlib.sha256(signed.read_bytes()).hexdigest()
+
+
+def test_sha256sum_reads_the_manifest(signed):
+    subprocess.run(["sha256sum", "--check", "--strict", disk.MANIFEST], cwd=signed.parent, check=True, capture_output=True)
+
+
+def test_a_file_that_others_can_write_is_taken_by_its_manifest(directory, signed):
+    """The directory itself may be writable by its owner alone."""
+    directory.path.chmod(0o755)
+    assert found(directory) == LIBRARY and not directory.find(SPEC).private
+    signed.chmod(0o644)
+    assert directory.find(SPEC).private
+
+
+@pytest.mark.parametrize("what", ["other bytes", "another kernel", "a new file", "no manifest", "another manifest", "garbage",
+                                  "another digest", "no digest"])  # fmt: skip
+def test_what_the_manifest_does_not_name_is_not_taken(what, directory, signed, monkeypatch):
+    manifest = directory.path / disk.MANIFEST
+    spec, problem = SPEC, "the sha256 of"
+    if what == "other bytes":
+        signed.write_bytes(pack(b"evil", SPEC, dsl="4.8.1"))
+        problem = "names other bytes"
+    elif what == "another kernel":
+        shutil.copy(signed, directory.path / OTHER.file_name)
+        spec, problem = OTHER, "names no such file"
+    elif what == "a new file":
+        (directory.path / OTHER.file_name).write_bytes(pack(b"evil", OTHER, dsl="4.8.1"))
+        spec, problem = OTHER, "names no such file"
+    elif what == "no manifest":
+        manifest.unlink()
+        problem = "cannot be read there"
+    elif what == "another manifest":
+        signed.write_bytes(pack(b"evil", SPEC, dsl="4.8.1"))
+        manifest.write_text(f"{hashlib.sha256(signed.read_bytes()).hexdigest()}  {signed.name}\n")
+    elif what == "garbage":
+        manifest.write_bytes(bytes(range(256)))
+    else:
+        monkeypatch.setenv("FLA_KDA_CUTE_CACHE_MANIFEST", {"another digest": "0" * 64, "no digest": "yes"}[what])
+    with pytest.raises(Unusable, match=problem):
+        directory.find(spec)
+
+
+def test_nothing_is_written_where_others_can_write(directory, signed):
+    os.utime(signed, (1e9, 1e9))
+    before = {name: os.stat(directory.path / name).st_mtime_ns for name in os.listdir(directory.path)}
+    assert found(directory) == LIBRARY and directory.lock_path(SPEC) is None
+    for use in (lambda: directory.add(SPEC, LIBRARY), directory.sign, directory.clear, directory.require_writable,
+                lambda: directory.trim(0)):  # fmt: skip
+        with pytest.raises(Unusable, match="can be written by others.*so it is only read"):
+            use()
+    assert {name: os.stat(directory.path / name).st_mtime_ns for name in os.listdir(directory.path)} == before
+
+
+def test_a_file_without_an_end_is_not_read(directory, signed):
+    os.truncate(signed, disk.LARGEST + 1)
+    with pytest.raises(Unusable, match="larger than"):
+        directory.find(SPEC)
+
+
+def test_damaged_files_hide_no_whole_one(directory, dsl):
+    """Each is named, and the whole ones come in order."""
+    versions = ("4.10.0", "4.9.0", "4.8.1", "4.8.0")
+    paths = {}
+    for dsl.version in versions:
+        paths[dsl.version] = directory.add(SPEC, dsl.version.encode())
+    for version in ("4.10.0", "4.8.1"):
+        paths[version].write_bytes(paths[version].read_bytes()[:-1])
+    dsl.version = None
+    seen = list(directory.candidates(SPEC))
+    assert [type(each) for each in seen] == [Unusable, disk.Kernel, Unusable, disk.Kernel]
+    assert [bytes(each.library) for each in seen[1::2]] == [b"4.9.0", b"4.8.0"] and found(directory) == b"4.9.0"
+    assert [str(paths[version]) in str(each) for version, each in (("4.10.0", seen[0]), ("4.8.1", seen[2]))] == [True, True]
 
 
 # ---- from bytes to a function ---------------------------------------------------------------------------------------
@@ -305,7 +461,7 @@ def test_what_was_checked_is_what_is_loaded(directory, loader):
     """Whoever replaces the file after the check changes nothing, and each library has a path of its own."""
     descriptors = len(os.listdir("/proc/self/fd"))
     path = directory.add(SPEC, LIBRARY)
-    library, where = directory.find(SPEC)
+    library, where, _ = directory.find(SPEC)
     path.unlink()
     path.write_bytes(b"evil")
     assert len({disk.load(library, where) for _ in range(3)}) == 3
@@ -318,6 +474,33 @@ def test_where_memory_may_not_be_executed_the_file_is_loaded(directory, loader):
     path = directory.add(SPEC, LIBRARY)
     loader.refuse = lambda name: name != str(path)
     assert disk.load(*directory.find(SPEC)) == str(path) and len(loader.seen) == 2
+
+
+@pytest.mark.parametrize("way", ["from memory", "from a copy"])
+def test_what_was_signed_is_what_is_loaded(way, directory, signed, loader):
+    """Whoever swaps the file between its check and its load changes nothing: its path is not used again."""
+    kernel = directory.find(SPEC)
+    evil = directory.path / "evil"
+    evil.write_bytes(b"evil")
+    evil.replace(signed)
+    if way == "from a copy":
+        loader.refuse = lambda name: os.path.islink(name)
+    path = disk.load(*kernel)
+    assert path != str(signed) and [content for _, content in loader.seen] == [LIBRARY] * (2 if way == "from a copy" else 1)
+    assert not os.path.exists(os.path.dirname(path))
+    loader.refuse = lambda name: True
+    with pytest.raises(RuntimeError, match="not permitted"):
+        disk.load(*kernel)
+    assert {content for _, content in loader.seen} == {LIBRARY}
+
+
+def test_libraries_are_loaded_without_a_temporary_directory(directory, loader, monkeypatch):
+    def gettempdir():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    directory.add(SPEC, LIBRARY)
+    monkeypatch.setattr(disk.tempfile, "gettempdir", gettempdir)
+    assert disk.load(*directory.find(SPEC)).startswith("/dev/shm/") and len(loader.seen) == 1
 
 
 def test_packed_bytes_are_those_of_the_format():

@@ -234,6 +234,104 @@ def test_file_that_cannot_be_written_is_warned_of_once(monkeypatch, tmp_path, ca
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
+# ---- what the file may be ------------------------------------------------------------------------------------------------
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def within(seconds, work):
+    """Run in a thread, which may be left behind."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+@pytest.fixture
+def fifo(tmp_path, monkeypatch):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    monkeypatch.setenv("FLA_KDA_CUTE_LOG", str(path))
+    yield path
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # lets go whoever waits for a reader
+
+
+def test_a_pipe_that_nobody_reads_stops_no_call(fifo, caplog):
+    """What it does not take is lost, which is said once; once there is a reader, it gets the lines."""
+    assert within(20, lambda: accept(3))
+    (message,) = warnings(caplog)
+    assert str(fifo) in message and "nobody reads from it" in message
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    accept(2)
+    assert os.read(reader, 1 << 20).count(b'"outcome"') == 2
+    os.close(reader)
+    assert within(20, lambda: accept(2)) and len(warnings(caplog)) == 1
+    assert len(dispatch_log.records()) == 7
+
+
+def test_a_pipe_that_is_full_stops_no_call(fifo, caplog):
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    assert within(20, lambda: accept(200))
+    assert len(warnings(caplog)) == 1 and len(dispatch_log.records()) == 200
+    held = os.read(reader, 1 << 20).splitlines()
+    assert 0 < len(held) < 200
+    accept()
+    assert [json.loads(line)["outcome"] for line in (held[0], held[-1], os.read(reader, 1 << 20))] == ["accepted"] * 3
+    os.close(reader)
+
+
+def test_a_line_that_was_cut_is_ended_before_the_next(monkeypatch, tmp_path):
+    path = tmp_path / "log.jsonl"
+    monkeypatch.setenv("FLA_KDA_CUTE_LOG", str(path))
+    accept()
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, line: real(descriptor, line[:40]))
+    accept()
+    monkeypatch.setattr(os, "write", real)
+    accept()
+    whole, cut, last = path.read_text().splitlines()
+    assert json.loads(whole)["pid"] == json.loads(last)["pid"] == os.getpid() and len(cut) == 40
+
+
+@pytest.mark.parametrize("how", ["renamed", "removed", "replaced", "truncated"])
+def test_the_file_follows_its_rotation(how, monkeypatch, tmp_path, caplog):
+    path, old = tmp_path / "calls.jsonl", tmp_path / "calls.1"
+    monkeypatch.setenv("FLA_KDA_CUTE_LOG", str(path))
+    accept(2)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    if how == "renamed":
+        path.rename(old)
+    elif how == "removed":
+        path.unlink()
+    elif how == "replaced":
+        old.touch()
+        old.replace(path)
+    else:
+        os.truncate(path, 0)
+    accept(3)
+    assert len(lines(path)) == 3 and not warnings(caplog)
+    if how == "renamed":
+        assert len(lines(old)) == 2
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("place", ["a directory", "a link to itself", "a removed folder"])
+def test_what_is_no_place_for_a_file(place, monkeypatch, tmp_path, caplog):
+    path = tmp_path / "folder" / "log"
+    path.parent.mkdir()
+    monkeypatch.setenv("FLA_KDA_CUTE_LOG", str(path))
+    if place == "a directory":
+        path.mkdir()
+    elif place == "a link to itself":
+        path.symlink_to(path)
+    else:
+        accept()
+        path.unlink()
+        path.parent.rmdir()
+    accept(3)
+    assert len(warnings(caplog)) == 1
+
+
 def test_cost_of_a_record():
     call = parse((), prefill())
 

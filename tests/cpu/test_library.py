@@ -17,6 +17,7 @@ from fake_compiler import LIBRARY
 
 import fla_kda_backend
 from fla_kda_backend.compiling import KernelSpec, builder, disk, library, linking, locks
+from fla_kda_backend.compiling import spec as spec_module
 from fla_kda_backend.compiling.spec import dsl_version
 
 ROOT = Path(fla_kda_backend.__file__).parent.parent
@@ -72,8 +73,56 @@ def test_a_directory_that_others_can_write_is_neither_read_nor_written(empty_lib
         for spec in (variant(), variant(bv=64)):
             assert library.launcher(spec)() == "from memory"
     assert os.listdir(empty_library) == [path.name] and loaded == []
-    assert len([record for record in caplog.records if "is not used" in record.getMessage()]) == 2
-    assert "can be written by others" in caplog.text
+    (message,) = [record.getMessage() for record in caplog.records if "is not used" in record.getMessage()]
+    assert "can be written by others" in message and f"chmod go-w {empty_library};" in message
+    assert "FLA_KDA_CUTE_CACHE_MANIFEST" in message
+
+
+@pytest.fixture
+def without_dsl(monkeypatch):
+    """A directory that holds kernels of two versions of the DSL, on a machine that has none; their paths, newest first."""
+
+    def of(version):
+        for module in (spec_module, disk):
+            monkeypatch.setattr(module, "dsl_version", lambda: version)
+
+    def fill(folder, newest=LIBRARY):
+        paths = []
+        for version, content in (("4.9.0", newest), ("4.8.1", LIBRARY)):
+            of(version)
+            paths.append(disk.Directory(folder).add(variant(), content))
+        of(None)
+        return paths
+
+    return fill
+
+
+@pytest.mark.parametrize("how", ["truncated", "foreign"])
+def test_a_file_that_is_not_to_be_used_hides_no_other(how, empty_library, built, loaded, caplog, without_dsl):
+    """The newest file is damaged, or whole but made for another machine."""
+    damaged, whole = without_dsl(empty_library, LIBRARY if how == "truncated" else b"foreign")
+    if how == "truncated":
+        damaged.write_bytes(damaged.read_bytes()[:-10])
+    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
+        assert library.launcher(variant())() == "from the file"
+    assert library.loaded() == {variant(): str(whole)} and built == []
+    (record,) = caplog.records
+    assert str(damaged) in record.getMessage() and whole.name not in record.getMessage()
+
+
+def test_a_directory_that_others_can_write_is_used_by_its_manifest(empty_library, built, loaded, caplog, monkeypatch):
+    """And nothing is written there: no lock, no kernel, no time of use."""
+    path = disk.Directory(empty_library).add(variant(), LIBRARY)
+    monkeypatch.setenv("FLA_KDA_CUTE_CACHE_MANIFEST", disk.Directory(empty_library).sign())
+    os.utime(path, (1e9, 1e9))
+    empty_library.chmod(0o2777)
+    path.chmod(0o666)
+    before = sorted(os.listdir(empty_library))
+    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
+        assert library.launcher(variant())() == "from the file" and built == [] and not caplog.records
+        assert library.launcher(variant(bv=64))() == "from memory"
+    assert sorted(os.listdir(empty_library)) == before and path.stat().st_mtime == 1e9
+    assert "so it is only read" in caplog.text
 
 
 @pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")])

@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kda_inputs import chunk_kda_arguments, random_inputs
 
 from fla_kda_backend import config, dispatch_log
 from fla_kda_backend import register as register_backend
+from fla_kda_backend.compiling import disk
 
 pytestmark = pytest.mark.gpu
 HEADS = 2
@@ -161,6 +163,18 @@ def test_first_call_with_a_warm_cache(warm, record_property):
     record_property("first_call_ms", seconds * 1e3)
     print(f"\nfirst call of a process, warm cache: {seconds * 1e3:.1f} ms")
     assert seconds < 0.05  # 0.01 on an H200 machine: what is slow is imported with FLA
+
+
+def test_prebuilt_kernels_of_a_directory_that_all_may_write(warm, tmp_path, monkeypatch):
+    """Run in a new process by their manifest's digest alone, without the DSL, and nothing is written there."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(config.cache_dir(), folder, ignore=shutil.ignore_patterns(".*"))
+    digest = disk.Directory(folder).sign()
+    folder.chmod(0o777)
+    before = sorted(os.listdir(folder))
+    monkeypatch.setenv(config.CACHE_DIR.name, str(folder))
+    _, imported, here = in_new_process(FIRST, **{config.CACHE_MANIFEST.name: digest})
+    assert here and not imported and sorted(os.listdir(folder)) == before
 
 
 def test_a_graph_is_captured_by_the_first_call(together):
