@@ -65,7 +65,7 @@ class KdaCuteBackend(BaseBackend):
     priority = 1  # lower is asked first; FlashKDA has 3
 
     def is_enabled(self) -> bool:
-        """By FLA's rule, which would look the one variable up twice, slowly."""
+        """FLA's own rule takes every value but 0 for on, "off" too, and looks the one variable up twice, slowly."""
         return config.ENABLED.get()
 
     def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:

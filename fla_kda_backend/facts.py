@@ -8,14 +8,13 @@ from . import config
 from .call import Call
 
 try:
-    from torch._C import _len_torch_dispatch_stack as _dispatch_modes
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes
     from torch._C._functorch import peek_interpreter_stack as _transform
 except ImportError:  # another torch
-    from torch.utils._python_dispatch import _get_current_dispatch_mode as _dispatch_modes  # type: ignore[assignment]
+    from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_modes  # type: ignore[assignment]
 
     def _transform() -> None:  # type: ignore[misc]
         return None
-
 
 
 class Facts(NamedTuple):
@@ -36,6 +35,7 @@ _devices: dict[int, tuple[tuple[int, int], int]] = {}  # device index -> capabil
 
 def gather(call: Call) -> Facts:
     """Facts for a parsed call: of q's own device, which need not be the current one."""
+    config.warn_of_unknown()
     capability, sm_count = device_facts(getattr(call.q, "device", None))
     return Facts(
         capability,
@@ -59,7 +59,7 @@ def interception() -> str | None:
     transform = _transform()
     if transform is not None:
         return f"torch.func's {transform.key().name.lower()}"
-    return "a torch dispatch mode" if _dispatch_modes() else None
+    return "a torch dispatch mode" if dispatch_modes() else None
 
 
 def _bits(*names: str) -> int:

@@ -187,7 +187,7 @@ def _check_memory(*tensors: Any) -> None:
     """What is the same in every call of one fingerprint, so it is looked at once."""
     found = facts.interception() or next(filter(None, (facts.oddity(x) for x in tensors if x is not None)), None)
     if found is not None:
-        raise ValueError(f"fwd requires plain torch operations on tensors whose elements are in memory as they are, got {found}")
+        raise ValueError(f"requires plain torch operations, and elements in memory as they are, got {found}")
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Launch:
         self.segments, self.ignores_gate_parameters = tuple(map(tuple, of.segments)), of.ignores_gate_parameters
         self.wants_states = of.state_chunk is not None
         self.fast_empty = _empty_strided_cuda if of.device.type == "cuda" else None
-        self.lowest = LOWEST_ADDRESS if of.device.type == "cuda" else 1
+        self.lowest = LOWEST_ADDRESS if of.device.type == "cuda" else NOWHERE + 1
         if of.out.shape[1] == 0:  # no token has an address
             self.lowest = 0
         self.kernels = None if of.spec is None else launcher(of.spec)
