@@ -142,6 +142,8 @@ class RegisteringLoader:
         self._own = own
 
     def __getattr__(self, name: str) -> "Any":
+        if name == "_own":  # a copy or an unpickled one, before it has its attributes
+            raise AttributeError(name)
         return getattr(self._own, name)
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":

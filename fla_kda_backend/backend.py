@@ -56,7 +56,7 @@ class Verdict:
 
 TENSORS = (*DEVICE_INPUTS, "cu_seqlens_cpu")  # as op takes them
 COMPILING = "compiling"
-PASSING = ("internal_error", "untested_capture", COMPILING)  # the next such call may fare better
+PASSING = ("internal_error", "untested_capture", "memory", COMPILING)  # the next such call may fare better
 
 
 class KdaCuteBackend(BaseBackend):
@@ -65,7 +65,7 @@ class KdaCuteBackend(BaseBackend):
     priority = 1  # lower is asked first; FlashKDA has 3
 
     def is_enabled(self) -> bool:
-        """By FLA's rule, which would look the one variable up twice, slowly."""
+        """FLA's own rule takes every value but 0 for on, "off" too, and looks the one variable up twice, slowly."""
         return config.ENABLED.get()
 
     def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:

@@ -1,8 +1,6 @@
-"""Every environment variable, in one table, read at each call. A bad value is warned of once, and the default holds.
+"""Every environment variable, in one table, read at each call. A bad value is warned of once, and the default holds."""
 
-FLA reads FLA_KDA_CUTE itself, by its own rules; it is here so that the table is whole.
-"""
-
+import functools
 import logging
 import os
 from dataclasses import dataclass, field
@@ -11,7 +9,9 @@ from typing import Any
 
 logger = logging.getLogger("fla_kda_backend")
 
+PREFIX = "FLA_KDA_CUTE"  # of the names of all of them
 SWITCH = {"1": True, "0": False}
+WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}  # what a switch takes as well
 
 _warned: set[tuple[str, str]] = set()  # (variable, value)
 
@@ -43,16 +43,20 @@ class Variable:
 
     def get(self) -> Any:
         """The value in force now: the environment's if it is set, not empty and accepted, otherwise the default."""
-        raw = self.raw()
-        if raw is not None:
-            raw = os.fsdecode(raw)
-        if self.choices is None:
-            return raw or self.default
-        if raw and raw in self.choices:
-            return self.choices[raw]
-        if raw:
-            self._warn(raw)
-        return None if self.default is None else self.choices[self.default]
+        text = os.fsdecode(self.raw() or b"")
+        if text and self.accepts(text):
+            return self.meaning(text)
+        if text:
+            self._warn(text)
+        return None if self.default is None else self.meaning(self.default)
+
+    def accepts(self, text: str) -> bool:
+        """Whether a text that is not empty is a value."""
+        return self.choices is None or text in self.choices
+
+    def meaning(self, text: str) -> Any:
+        """What get() returns for an accepted text."""
+        return text if self.choices is None else self.choices[text]
 
     @property
     def values(self) -> str:
@@ -70,23 +74,39 @@ class Variable:
             logger.warning("%s=%r is not %s; %r holds", self.name, raw, self.expected, self.default)
 
 
-class FlaSwitch(Variable):
-    """A variable that FLA reads: any value but 0 is on."""
+class Switch(Variable):
+    """A variable that is 1 or 0, or one of WORDS in upper or lower case."""
+
+    def __init__(self, name: str, default: str, doc: str) -> None:
+        super().__init__(name, SWITCH, default, doc)
 
     def get(self) -> bool:
-        raw = self.raw()  # usually bytes, which need no decoding to be compared
-        return (self.default if raw is None else raw) != (b"0" if type(raw) is bytes else "0")
+        raw = self.raw()
+        if raw is None:
+            return self.default == "1"
+        if type(raw) is bytes and raw in (b"1", b"0"):  # no decoding
+            return raw == b"1"
+        return super().get()
+
+    def accepts(self, text: str) -> bool:
+        return text in SWITCH or text.lower() in WORDS
+
+    def meaning(self, text: str) -> bool:
+        return SWITCH[text] if text in SWITCH else WORDS[text.lower()]
+
+    @property
+    def expected(self) -> str:
+        return f"one of {', '.join((*SWITCH, *WORDS))}"
 
 
 class Count(Variable):
     """A variable that holds a whole number, 0 included; it has a default."""
 
-    def get(self) -> int:
-        raw = os.fsdecode(self.raw() or b"")
-        if raw and not (raw.isascii() and raw.isdigit()):
-            self._warn(raw)
-            raw = ""
-        return int(raw or self.default or 0)
+    def accepts(self, text: str) -> bool:
+        return text.isascii() and text.isdigit()
+
+    def meaning(self, text: str) -> int:
+        return int(text)
 
     @property
     def values(self) -> str:
@@ -97,11 +117,10 @@ class Count(Variable):
         return self.values
 
 
-ENABLED = FlaSwitch(
-    "FLA_KDA_CUTE",
-    SWITCH,
+ENABLED = Switch(
+    PREFIX,
     "1",
-    "0 turns the backend off. FLA reads it at each call; while it is 0, FLA does not ask us and nothing is logged.",
+    "0 turns the backend off. While it is 0, FLA does not ask us and nothing is logged.",
 )
 MODE = Variable(
     "FLA_KDA_CUTE_MODE",
@@ -110,9 +129,8 @@ MODE = Variable(
     "auto: the fastest kernel that is right for the call, with the robust inverse. exact: FlashKDA's bits for FlashKDA's own "
     "call; every other call runs as in auto, and the log says so.",
 )
-STRICT = Variable(
+STRICT = Switch(
     "FLA_KDA_CUTE_STRICT",
-    SWITCH,
     "0",
     "1: a call that the backend declines, or fails on, raises instead of falling back. For benchmarks and CI.",
 )
@@ -122,15 +140,13 @@ LOG = Variable(
     None,
     "A file: one JSON line is appended for each decision. Read it with fla-kda log FILE.",
 )
-UNTESTED = Variable(
+UNTESTED = Switch(
     "FLA_KDA_CUTE_UNTESTED",
-    SWITCH,
     "1",
     "0: decline on GPUs that the kernels are compiled for but were never run on, without checking them first.",
 )
-DETERMINISTIC = Variable(
+DETERMINISTIC = Switch(
     "FLA_KDA_CUTE_DETERMINISTIC",
-    SWITCH,
     "0",
     "1: a sequence's bits depend neither on its batch nor on the number of heads. "
     "All kernels of this version keep that anyway.",
@@ -162,6 +178,20 @@ COMPILE = Variable(
 )
 
 VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, CACHE_MANIFEST, COMPILE)
+
+
+def unknown() -> list[str]:
+    """Names in the environment that look like ours and are not in the table."""
+    known = {variable.name for variable in VARIABLES}
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+
+
+@functools.cache
+def warn_of_unknown() -> None:
+    """Warn of unknown(), in the first call of a process."""
+    names = unknown()
+    if names:
+        logger.warning("%s: no such variable; there are %s", ", ".join(names), ", ".join(v.name for v in VARIABLES))
 
 
 def cache_dir() -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .call import FLAG_TYPES, PARAMETERS, REQUIRED, Call, parse
-from .facts import Facts
+from .facts import Facts, oddity
 
 __all__ = ["DECLINED", "HANDLED", "RULES", "Call", "Decision", "check", "parse"]
 
@@ -175,6 +175,19 @@ def one_device(call: Call, facts: Facts) -> str | None:
     return None
 
 
+def intercepted(call: Call, facts: Facts) -> str | None:
+    return f"requires plain torch operations, got a call inside {facts.intercepted}" if facts.intercepted else None
+
+
+def memory(call: Call, facts: Facts) -> str | None:
+    """Only addresses reach the kernels."""
+    for name, value in call.inputs:
+        odd = oddity(value)
+        if odd is not None:
+            return f"requires elements of {name} in memory as they are, got {odd}"
+    return None
+
+
 def no_grad(call: Call, facts: Facts) -> str | None:
     if facts.forward_ad:
         return "computes no gradients, got a call inside torch.autograd.forward_ad.dual_level()"
@@ -244,6 +257,9 @@ def cu_seqlens_cpu(call: Call, facts: Facts) -> str | None:
     if type(offsets) is not torch.Tensor or offsets.device.type != "cpu":
         got = offsets.device if isinstance(offsets, torch.Tensor) else typename(offsets)
         return f"with return_intermediate_states requires cu_seqlens_cpu as a plain tensor on the CPU, got {got}"
+    odd = oddity(offsets)
+    if odd is not None:
+        return f"requires elements of cu_seqlens_cpu in memory as they are, got {odd}"
     if offsets.dtype not in OFFSETS or offsets.shape != call.cu_seqlens.shape:
         return f"requires cu_seqlens_cpu like cu_seqlens {shape(call.cu_seqlens)}, got {dtype_name(offsets)} {shape(offsets)}"
     return None
@@ -294,6 +310,8 @@ RULES = (
             capability,
             untested,
             one_device,
+            intercepted,
+            memory,
             no_grad,
             cp_context,
             lower_bound,

@@ -40,6 +40,8 @@ def recent(names: list[Any], values: list[Any]) -> Any:
     known, grad, inference, variables, plain, kinds, expected, tensors, check, verdict = last
     if names != known or torch.is_grad_enabled() is not grad or torch.is_inference_mode_enabled() is not inference:
         return None
+    if facts.dispatch_modes():  # torch's check sees transforms of torch.func, but not every such mode
+        return None
     # Types before values: a tensor where there was none is not to be compared, which would wait for a GPU.
     if [*map(type, values)] != kinds or plain(values) != expected or environment() != variables:
         return None
@@ -77,15 +79,28 @@ def keep_recent(names: list[Any], values: list[Any], key: tuple[Any, ...], verdi
 def fingerprint(names: list[Any], values: list[Any]) -> tuple[Any, ...] | None:
     """What stands for a call's arguments `values`, named by `names`: hashable, and the same for calls of one verdict only.
 
-    None where an argument can be more than it shows. Never raises.
+    None where an argument can be more than it shows. Never raises. It tells a negative view from its base, of which the
+    metadata are the same. Other tensors without plain memory, and memory that was freed, it does not know: the rules' Decision
+    on those is not to be kept, and a launch looks at the addresses.
     """
     try:
+        if facts.interception() is not None:
+            return None
         key = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *environment(), *names]
         for value in values:
             kind = type(value)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
                 strides = value.stride() if value.layout is torch.strided else None
-                key += (kind, value.shape, strides, value.dtype, value.device, value.layout, value.requires_grad)
+                key += (
+                    kind,
+                    value.shape,
+                    strides,
+                    value.dtype,
+                    value.device,
+                    value.layout,
+                    value.requires_grad,
+                    value.is_neg(),
+                )
             elif kind in PLAIN:
                 key += (kind, value)
             elif kind is float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import memo
+from . import facts, memo
 from .call import DEVICE_INPUTS, Call
 
 try:  # as torch's own compiler's code does these: the public functions take several times as long
@@ -32,6 +32,11 @@ from .geometry import ALIGNMENT, DIM, STRIDED, Geometry, geometry, strides_of, w
 from .kernels.families import FAMILIES
 from .kernels.variant import DTYPE_NAMES, Variant
 from .planning import Plan, column_split
+
+# Below lies no GPU's memory, but what data_ptr says of a view into a freed storage: its offset. Each launch asks all tensors,
+# because neither fingerprints nor torch's guards see that a storage was freed.
+LOWEST_ADDRESS = 1 << 32
+NOWHERE = 1  # address of a tensor that was given and has none; 0 is that of one that was not given
 
 FWD = ["fwd"]  # what the memo tells these calls by from those of chunk_kda
 
@@ -92,6 +97,7 @@ def fwd(
     key = memo.fingerprint(FWD, [q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens])
     launch = memo.find(key)
     if launch is None:
+        _check_memory(q, k, v, g, beta, A_log, dt_bias, initial_state, final_state, cu_seqlens, out)
         call = Call(
             q, k, v, g, beta, scale, initial_state,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
@@ -174,6 +180,14 @@ def _check_fwd(
         out.data_ptr() % ALIGNMENT == 0,
         f"out must be {ALIGNMENT}-byte aligned, got an address {out.data_ptr() % ALIGNMENT} bytes past that",
     )
+    require(not out.is_neg(), "out must not be a negative view")
+
+
+def _check_memory(*tensors: Any) -> None:
+    """What is the same in every call of one fingerprint, so it is looked at once."""
+    found = facts.interception() or next(filter(None, (facts.oddity(x) for x in tensors if x is not None)), None)
+    if found is not None:
+        raise ValueError(f"requires plain torch operations, and elements in memory as they are, got {found}")
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
@@ -203,6 +217,9 @@ class Launch:
         self.segments, self.ignores_gate_parameters = tuple(map(tuple, of.segments)), of.ignores_gate_parameters
         self.wants_states = of.state_chunk is not None
         self.fast_empty = _empty_strided_cuda if of.device.type == "cuda" else None
+        self.lowest = LOWEST_ADDRESS if of.device.type == "cuda" else NOWHERE + 1
+        if of.out.shape[1] == 0:  # no token has an address
+            self.lowest = 0
         self.kernels = None if of.spec is None else launcher(of.spec)
         if of.spec is not None:
             self.addresses = packer(FAMILIES[of.spec.family].addresses)
@@ -245,10 +262,12 @@ class Launch:
         # One by one: in a loop they take twice the time.
         q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = inputs
         q, k, v, g, beta = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()
-        initial_state = 0 if initial_state is None else initial_state.data_ptr()
-        cu_seqlens = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
-        A_log = 0 if A_log is None else A_log.data_ptr()
-        dt_bias = 0 if dt_bias is None else dt_bias.data_ptr()
+        initial_state = 0 if initial_state is None else initial_state.data_ptr() or NOWHERE
+        cu_seqlens = 0 if cu_seqlens is None else cu_seqlens.data_ptr() or NOWHERE
+        A_log = 0 if A_log is None else A_log.data_ptr() or NOWHERE
+        dt_bias = 0 if dt_bias is None else dt_bias.data_ptr() or NOWHERE
+        if min(q, k, v, g, beta, initial_state or q, cu_seqlens or q, A_log or q, dt_bias or q, out.data_ptr()) < self.lowest:
+            raise RuntimeError("a tensor's memory was freed, or it never had any")
         segments = self.segments
         copies: Any = ()  # alive until the launch
         unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT

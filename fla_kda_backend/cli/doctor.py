@@ -145,6 +145,8 @@ def switches() -> dict[str, str]:
     from .. import config
 
     found = {variable.name: shown(variable) for variable in config.VARIABLES}
+    for name in config.unknown():
+        found[name] = f"no such variable (set to {os.environ[name]!r})"
     for name in ("FLA_DISABLE_BACKEND_DISPATCH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         found[name] = "not set" if name not in os.environ else f"{os.environ[name]!r} (counts at import)"
     return found
@@ -155,7 +157,10 @@ def shown(variable: "Variable") -> str:
     value = variable.get()
     if variable.choices is not None:
         value = next(choice for choice, meaning in variable.choices.items() if meaning == value)
-    return f"{'not set' if value is None else value} ({'default' if raw is None else f'set to {raw!r}'})"
+    how = "default" if raw is None else f"set to {raw!r}"
+    if raw and not variable.accepts(raw):
+        how += f", which is not {variable.expected}: the default holds"
+    return f"{'not set' if value is None else value} ({how})"
 
 
 def cache() -> dict[str, Any]:

@@ -49,6 +49,24 @@ def test_doctor_json(capsys, monkeypatch):
     assert len(report["gpus"]) == torch.cuda.device_count()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("FLA_KDA_CUTE", "off", "0 (set to 'off')"),
+        (
+            "FLA_KDA_CUTE",
+            "disable",
+            "1 (set to 'disable', which is not one of 1, 0, true, on, yes, false, off, no: the default holds)",
+        ),
+        ("FLA_KDA_CUTE_CACHE_MIB", "1 GiB", "1024 (set to '1 GiB', which is not a whole number: the default holds)"),
+        ("FLA_KDA_CUTE_STIRCT", "1", "no such variable (set to '1')"),
+    ],
+)
+def test_doctor_shows_what_a_value_does(monkeypatch, name, value, shown):
+    monkeypatch.setenv(name, value)
+    assert doctor.switches()[name] == shown
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fla.ops.kda", "fla_kda_backend.eligibility")]
 
 

@@ -17,15 +17,19 @@ def nothing_warned(monkeypatch):
     monkeypatch.setattr(config, "_warned", set())
 
 
+ON, OFF = ("1", "true", "on", "yes", "True", "ON", "Yes"), ("0", "false", "off", "no", "FALSE", "Off", "NO")
+SWITCHED = {**dict.fromkeys(ON, True), **dict.fromkeys(OFF, False)}
+
+
 @pytest.mark.parametrize(
     ("variable", "default", "values"),
     [
-        (config.ENABLED, True, {"0": False, "1": True, "yes": True, "": True}),
+        (config.ENABLED, True, {**SWITCHED, "": True}),
         (config.MODE, "auto", {"auto": "auto", "exact": "exact", "": "auto"}),
-        (config.STRICT, False, {"0": False, "1": True, "": False}),
+        (config.STRICT, False, {**SWITCHED, "": False}),
         (config.LOG, None, {"a.jsonl": "a.jsonl", "": None}),
-        (config.UNTESTED, True, {"0": False, "1": True, "": True}),
-        (config.DETERMINISTIC, False, {"1": True, "0": False, "": False}),
+        (config.UNTESTED, True, {**SWITCHED, "": True}),
+        (config.DETERMINISTIC, False, {**SWITCHED, "": False}),
         (config.CACHE_DIR, None, {"/tmp/x": "/tmp/x", "": None, "off": "off"}),
         (config.CACHE_MIB, 1024, {"0": 0, "77": 77, "": 1024}),
         (config.CACHE_MANIFEST, None, {"0" * 64: "0" * 64, "": None}),
@@ -42,16 +46,16 @@ def test_values_are_read_at_each_call(monkeypatch, caplog, variable, default, va
     assert not caplog.records
 
 
-@pytest.mark.parametrize("variable", [config.MODE, config.STRICT, config.UNTESTED], ids=lambda v: v.name)
+@pytest.mark.parametrize("variable", [config.ENABLED, config.MODE, config.STRICT, config.UNTESTED], ids=lambda v: v.name)
 def test_bad_value_is_warned_of_once_and_the_default_holds(monkeypatch, caplog, variable):
-    default = variable.choices[variable.default]
+    default = variable.meaning(variable.default)
     with caplog.at_level(logging.WARNING, "fla_kda_backend"):
         monkeypatch.setenv(variable.name, "2")
         assert [variable.get(), variable.get()] == [default, default]
         monkeypatch.setenv(variable.name, "fast")
         assert variable.get() == default
     assert len(caplog.records) == 2
-    assert f"{variable.name}='2' is not one of {variable.values}" in caplog.records[0].getMessage()
+    assert f"{variable.name}='2' is not {variable.expected}; {variable.default!r} holds" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize("raw", ["-1", "1.5", "1 GiB", "\u0663"])
@@ -61,6 +65,26 @@ def test_a_size_that_is_no_whole_number(monkeypatch, caplog, raw):
         assert [config.CACHE_MIB.get(), config.CACHE_MIB.get()] == [1024, 1024]
     (record,) = caplog.records
     assert f"{config.CACHE_MIB.name}={raw!r} is not a whole number; '1024' holds" in record.getMessage()
+
+
+def test_a_switch_says_every_value_that_it_takes():
+    assert config.ENABLED.expected == "one of 1, 0, true, on, yes, false, off, no"
+
+
+def test_unknown_names_are_warned_of_once(monkeypatch, caplog):
+    config.warn_of_unknown.cache_clear()
+    assert config.unknown() == []
+    monkeypatch.setenv("FLA_KDA_CUTE_STIRCT", "1")
+    monkeypatch.setenv("FLA_KDA_CUTES", "1")
+    assert config.unknown() == ["FLA_KDA_CUTES", "FLA_KDA_CUTE_STIRCT"]
+    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
+        config.warn_of_unknown()
+        config.warn_of_unknown()
+    config.warn_of_unknown.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "FLA_KDA_CUTES, FLA_KDA_CUTE_STIRCT: no such variable; there are FLA_KDA_CUTE, FLA_KDA_"
+    )
 
 
 @pytest.mark.parametrize("environ", [{}, {"FLA_KDA_CUTE_MODE": "exact", "FLA_KDA_CUTE": "0"}])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from calls import FLAS, FLASHKDAS, H200, OURS, SOFTPLUS, outcomes, tensor
 
-from fla_kda_backend import facts, planning
+from fla_kda_backend import config, facts, planning
 from fla_kda_backend.call import parse
 from fla_kda_backend.geometry import geometry
 
@@ -45,12 +45,27 @@ def test_switched_off_it_is_not_asked(world, monkeypatch):
     assert world.call() == (OURS, None)
 
 
-@pytest.mark.parametrize("value", [None, "", "0", "1", "00", "no"])
+@pytest.mark.parametrize("value", [None, "", "0", "1", "00", "yes"])
 def test_it_is_switched_as_fla_switches(world, monkeypatch, value):
     if value is not None:
         monkeypatch.setenv("FLA_KDA_CUTE", value)
     backend = world.backend.KdaCuteBackend()
     assert backend.is_enabled() == super(type(backend), backend).is_enabled() == (value != "0")
+
+
+@pytest.mark.parametrize("value", ["off", "false", "no", "False", "OFF"])
+def test_it_is_also_switched_off_by_words(world, monkeypatch, value):
+    monkeypatch.setenv("FLA_KDA_CUTE", value)
+    assert world.call() == (FLAS, None) and world.seen == []
+
+
+def test_a_value_that_switches_nothing_is_warned_of_in_the_first_call(world, monkeypatch, caplog):
+    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setenv("FLA_KDA_CUTE", "disable")
+    with caplog.at_level(logging.WARNING, "fla_kda_backend"):
+        assert [world.call(), world.call()] == [(OURS, None)] * 2
+    (record,) = caplog.records
+    assert "FLA_KDA_CUTE='disable' is not one of 1, 0, true, on, yes, false, off, no" in record.getMessage()
 
 
 def test_flashkda_comes_after_us(world, monkeypatch, kda):

@@ -135,6 +135,26 @@ CASES = [
         "requires all tensors on meta, got cu_seqlens on cpu",
     ),
     (
+        {},
+        H200._replace(intercepted="torch.func's vmap"),
+        "intercepted",
+        "requires plain torch operations, got a call inside torch.func's vmap",
+    ),
+    (
+        {"k": torch._neg_view(tensor(2, 80, 4, 128))},
+        H200,
+        "memory",
+        "requires elements of k in memory as they are, got dispatch keys "
+        "DispatchKeySet(Meta, Negative, ADInplaceOrView, AutogradMeta)",
+    ),
+    (
+        {**HALVES, "cu_seqlens_cpu": torch._neg_view(torch.tensor([0, -40, -80]))},
+        INFERENCE,
+        "cu_seqlens_cpu",
+        "requires elements of cu_seqlens_cpu in memory as they are, got dispatch keys "
+        "DispatchKeySet(CPU, Negative, ADInplaceOrView, AutogradCPU, AutocastCPU)",
+    ),
+    (
         {"k": grown(2, 80, 4, 128)},
         TRAINING,
         "no_grad",

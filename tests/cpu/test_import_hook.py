@@ -95,6 +95,31 @@ def test_modules_keep_their_own_loader(fla):
     assert names == ["SourceFileLoader"] * 2
 
 
+def test_a_wrapped_loader_can_be_copied_and_pickled(fla):
+    """By whoever keeps specs: a copy loads the module, and registers, as the loader would have."""
+    seen = hooked(
+        fla,
+        """
+        autoload.register()
+        import copy, importlib.util, pickle
+        loader = importlib.util.find_spec("fla.ops.kda.chunk").loader  # imports its package
+        del sys.modules["fla.ops.kda.chunk"], calls[:]
+        spec = importlib.util.find_spec("fla.ops.kda.chunk")
+        loader = spec.loader
+        copies = [copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)), copy.deepcopy(spec).loader]
+        for each in copies:
+            assert type(each) is type(loader) and each is not loader and each.path == loader.path
+            assert not hasattr(each, "nonsense")
+            spec.loader = each
+            each.exec_module(importlib.util.module_from_spec(spec))
+        bare = type(loader).__new__(type(loader))
+        assert not hasattr(bare, "path")
+        print(json.dumps(len(calls)))
+        """,
+    )
+    assert seen == 4
+
+
 def test_reload_and_second_import_register_again(fla):
     counts = hooked(
         fla,
