@@ -28,7 +28,7 @@ STICKY_TEXTS = re.compile(
     r"|ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|CONTEXT_IS_DESTROYED|DEINITIALIZED)",
     re.IGNORECASE,
 )
-CUDA_TEXT = re.compile(r"CUDA|\bcu[A-Z]\w+")  # what tells such an error from another one with the same words
+CUDA_TEXT = re.compile("cuda", re.IGNORECASE)  # what tells such an error from another one with the same words
 CODE = re.compile(r"CUDA error[: (]*(\d+)\b", re.IGNORECASE)
 PASSING_TEXTS = re.compile(
     r"out of memory|out_of_memory|cannot allocate memory|no space left|disk quota exceeded|too many open files"
@@ -98,7 +98,7 @@ def now() -> float:
 
 def text_of(error: BaseException) -> str:
     """What is kept of an error."""
-    text = f"{type(error).__name__}: {error}"[:LONGEST]
+    text = f"{type(error).__name__}: {_said(error)}"
     return f"{DRIVER_REASON}: {text}" if is_driver_mismatch(error) else text
 
 
@@ -107,7 +107,7 @@ def is_sticky(error: BaseException) -> bool:
     code = _code(error)
     if code is not None:
         return code in STICKY_CODES
-    text = str(error)
+    text = _said(error)
     return bool(STICKY_TEXTS.search(text) and CUDA_TEXT.search(f"{type(error).__name__} {text}"))
 
 
@@ -121,7 +121,7 @@ def is_passing(error: BaseException) -> bool:
             return passing
         if isinstance(each, MemoryError) or (isinstance(each, OSError) and each.errno is not None):
             return True
-        if PASSING_TEXTS.search(str(each)):
+        if PASSING_TEXTS.search(_said(each)):
             return True
         seen.add(id(each))
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
@@ -130,7 +130,11 @@ def is_passing(error: BaseException) -> bool:
 
 def is_driver_mismatch(error: BaseException) -> bool:
     """Whether the driver is too old for the CUDA runtime of the kernels. FLA's own kernels may run all the same."""
-    return _code(error) == DRIVER_CODE or bool(DRIVER_TEXTS.search(str(error)))
+    return _code(error) == DRIVER_CODE or bool(DRIVER_TEXTS.search(_said(error)))
+
+
+def _said(error: BaseException) -> str:
+    return str(error)[:LONGEST]
 
 
 def _code(error: BaseException) -> int | None:
@@ -138,5 +142,5 @@ def _code(error: BaseException) -> int | None:
     code = getattr(error, "error_code", None)  # torch.AcceleratorError's
     if isinstance(code, int):
         return code
-    found = CODE.search(str(error))
+    found = CODE.search(_said(error))
     return int(found[1]) if found else None

@@ -257,7 +257,7 @@ class Launch:
         unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT
         if unaligned or self.needs_copy or beta & self.beta_alignment:
             copies, segments, (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) = self._copy(inputs)
-        workspace = empty(*self.workspace)  # type: ignore[misc]  # there is one where there are kernels
+        workspace = empty(*self.workspace)  # there is one where there are kernels
         carry_in = carry_out = 0
         if self.carries is not None:
             carries = empty(*self.carries)
