@@ -5,6 +5,7 @@ Launches are emulated on the CPU, see emulated_launch.py.
 
 import gc
 import math
+import types
 import weakref
 from contextlib import contextmanager
 
@@ -22,6 +23,8 @@ from fla_kda_backend import backend, config, dispatch_log, geometry, memo, op, p
 from fla_kda_backend.call import DEVICE_INPUTS, parse
 from fla_kda_backend.compiling import background
 from fla_kda_backend.kernels.families import FAMILIES
+from fla_kda_backend.kernels.variant import Variant
+from fla_kda_backend.kernels.wy64 import contract as wy64
 from fla_kda_backend.reference import exact
 
 MIB = 1 << 20
@@ -130,21 +133,21 @@ def test_the_log_shows_what_is_launched(packed):
 @pytest.fixture
 def memory(monkeypatch, launched):
     """.free bytes are there for one workspace, None: any number; .asked are the sizes that were asked for."""
-    import types
-
-    memory, alive = types.SimpleNamespace(free=None, asked=[], launched=launched), []
+    memory, outputs = types.SimpleNamespace(free=None, asked=[], launched=launched), []  # outputs: of attempts that failed
 
     def allocate(shape, strides, dtype):
         if dtype == torch.uint8:
-            assert not any(each() is not None for each in alive), "the attempt before still holds memory"
             memory.asked.append(shape[0])
             if memory.free is not None and shape[0] > memory.free:
+                outputs.append(memory.output)
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.")
         x = torch.empty(shape, dtype=dtype)
         if dtype == torch.bfloat16:
-            alive[:] = [weakref.ref(x)]
+            assert not any(output() is not None for output in outputs), "the attempt before still holds memory"
+            memory.output = weakref.ref(x)
         return x
 
+    memory.output = None
     monkeypatch.setattr(op.Launch, "_allocator", lambda self: allocate)
     return memory
 
@@ -228,12 +231,14 @@ def test_nothing_outlives_a_call_in_shorter_segments(world):
 
 @pytest.mark.parametrize("setting", ["exact", "robust", "wy64 replay"])
 def test_ops_own_functions_do_the_same(memory, monkeypatch, setting):
-    from test_op import plan_of, record_of
-
     inputs = random_inputs(400, 2)
     call = parse((), kda_inputs.chunk_kda_arguments(inputs))
-    memory.free = 3 * record_of(setting).workspace_bytes(1, 2)
-    out, state = op.run(call, plan_of(setting, call))
+    if setting == "wy64 replay":
+        plan = planning.Plan("wy64", Variant.of(call), wy64.Schedule(replay=True), 132)
+    else:
+        plan = planning.column_split(setting, 1, 2, 132, Variant.of(call))
+    memory.free = 3 * FAMILIES[plan.kernel].record.workspace_bytes(1, 2)
+    out, state = op.run(call, plan)
     reference = exact.forward(**inputs, arithmetic="exact" if setting == "exact" else "robust")
     assert torch.equal(out, reference[0]) and torch.equal(state, reference[1]) and len(memory.launched) > 1
     if setting == "exact":
