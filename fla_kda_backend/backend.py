@@ -7,22 +7,26 @@ declined raises from the implementation.
 import inspect
 import logging
 import threading
+import traceback
 import warnings
 from operator import is_, itemgetter
 from typing import Any
 
+import torch
 from fla.backends import BaseBackend
 
 from . import config, dispatch_log, eligibility, facts, geometry, memo, planning, selfcheck
 from .call import ABSENT, DEVICE_INPUTS, POSITIONAL, Call, parse
 from .compiling.spec import ARCHS
 from .eligibility import Decision
+from .failures import RETRY, Failures, is_driver_mismatch, is_passing, is_sticky, text_of
 from .geometry import Geometry
 from .planning import Plan
 
 logger = logging.getLogger("fla_kda_backend")
 
-_warned: set[str] = set()
+_warned: set[Any] = set()
+_failures = Failures()  # of accepted calls, by `failed_keys`
 
 
 class StrictModeError(RuntimeError):
@@ -37,26 +41,36 @@ class Verdict:
     def __init__(
         self,
         decision: Decision,
-        plan: Plan | None,
         geometry: Geometry | None,
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """plan and geometry are those of an accepted call."""
+        """geometry is that of an accepted call."""
         self.accepted, code, message = self.decision = decision
         self.geometry = geometry
         outcome = dispatch_log.ACCEPTED if self.accepted else dispatch_log.DECLINED
-        self.log = dispatch_log.entry(outcome, code, message, call, plan if self.accepted else None)
+        self.log = dispatch_log.entry(outcome, code, message, call, geometry if self.accepted else None)
         self.old_alias = call.transpose_state_layout is not ABSENT
         index = {name: number for number, name in enumerate((*POSITIONAL[: len(args)], *kwargs))}
         self.tensors = itemgetter(*(index.get(name, -1) for name in TENSORS))  # of the call's values and a last None
-        self.launch = None  # op's, once an accepted call is to run
+        self.launch: Any = self.launch_first  # from the first success on op's Launch, of an accepted call
+
+    def launch_first(self, *inputs: Any) -> Any:
+        """What `launch` is until the kernels are there, and have run."""
+        launch = bind(self.geometry)
+        result = launch(*inputs)
+        self.launch = launch
+        for key in failed_keys(self.geometry):
+            _failures.forget(key)
+        return result
 
 
 TENSORS = (*DEVICE_INPUTS, "cu_seqlens_cpu")  # as op takes them
 COMPILING = "compiling"
-PASSING = ("internal_error", "untested_capture", "memory", COMPILING)  # the next such call may fare better
+FAILING = "failing"
+PASSING = ("internal_error", "memory", COMPILING, FAILING, *selfcheck.PASSING)  # the next such call may fare better
+EVERYWHERE = "driver"  # what fails for any call
 
 
 class KdaCuteBackend(BaseBackend):
@@ -80,6 +94,8 @@ class KdaCuteBackend(BaseBackend):
             _, code, message = verdict.decision
             return False, f"{code}: {message}"
         except Exception as error:
+            if is_sticky(error):
+                raise
             return False, str(error)
 
     def chunk_kda_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
@@ -97,23 +113,65 @@ class KdaCuteBackend(BaseBackend):
 
         if verdict.old_alias:
             warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=2)
+        values.append(None)
         try:
-            launch = verdict.launch
-            if launch is None:
-                launch = verdict.launch = bind(verdict.geometry)
-            values.append(None)
-            result = launch(*verdict.tensors(values))
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            verdict.log.instead(dispatch_log.FAILED, "exception", cause).record()
-            if config.STRICT.get():
-                raise
-            warn_once(cause, error)
-        else:
-            verdict.log.record()
+            try:
+                result = verdict.launch(*verdict.tensors(values))
+            except torch.OutOfMemoryError as error:
+                cause = str(error)
+            else:
+                verdict.log.record()
+                return result
+            result, log = in_shorter_segments(verdict, verdict.tensors(values), cause)
+            log.record()
             return result
+        except Exception as error:
+            if not leave_to_fla(verdict, error):
+                raise
         # Outside the except clause: what the failed attempt allocated is free by now, and FLA's errors are FLA's alone.
         return fla_implementation()(*args, **kwargs)
+
+
+def in_shorter_segments(verdict: Verdict, inputs: tuple[Any, ...], cause: str) -> tuple[Any, dispatch_log.Entry]:
+    """(result, Entry) of an accepted call that ran out of memory, with a smaller workspace. Later calls are not affected."""
+    from .op import Launch, within_memory
+
+    whole: Any = verdict.geometry
+    sizes: Any = geometry.halved(whole)
+    if sizes is None:
+        raise torch.OutOfMemoryError(cause)
+    if config.COMPILE.get() == "background" and not config.STRICT.get():
+        from .compiling import background
+
+        if not background.ready(sizes.spec):
+            raise torch.OutOfMemoryError(f"{cause} The kernels for shorter segments are compiled in the background.")
+    result, launched = within_memory(Launch(sizes), Launch.__call__, *inputs)
+    message = f"out of memory, therefore in {len(launched.segments)} segments"
+    return result, verdict.log.instead(dispatch_log.ACCEPTED, verdict.decision.code, message, launched)
+
+
+def leave_to_fla(verdict: Verdict, error: Exception) -> bool:
+    """Whether FLA is to run an accepted call that failed. It is not in strict mode, nor on a context that is dead.
+
+    Of the error, a text is kept and said: a log may keep what it is given, and an exception would keep the call's tensors.
+    """
+    cause = text_of(error)
+    verdict.log.instead(dispatch_log.FAILED, "exception", cause).record()
+    if is_sticky(error) or config.STRICT.get():
+        return False
+    lasting, passing = failed_keys(verdict.geometry)[:2]
+    if is_driver_mismatch(error):
+        lasting = EVERYWHERE
+    _failures.note(passing if is_passing(error) else lasting, error)
+    memo.clear()  # calls like this one are decided anew
+    warn_once((lasting, is_passing(error)), cause, error)
+    return True
+
+
+def failed_keys(sizes: Any) -> tuple[Any, ...]:
+    """What failures of such calls are remembered by: kernels on a device for lasting causes; for passing ones, the same
+    with all sizes, since a smaller call may fit; and what holds for all calls."""
+    return (sizes.device, sizes.spec), sizes, EVERYWHERE
 
 
 def identity(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -122,7 +180,7 @@ def identity(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
 
 
 def decide(args: Any, kwargs: Any, names: list[Any], values: list[Any]) -> Verdict:
-    """The Verdict on chunk_kda(*args, **kwargs). Never raises: what goes wrong here declines the call."""
+    """The Verdict on chunk_kda(*args, **kwargs). What goes wrong here declines the call; only a sticky CUDA error is raised."""
     verdict = memo.recent(names, values)
     if verdict is not None:
         return verdict
@@ -138,7 +196,7 @@ def decide(args: Any, kwargs: Any, names: list[Any], values: list[Any]) -> Verdi
 
 
 def decide_anew(args: Any, kwargs: Any) -> Verdict:
-    call, plan, sizes = Call(), None, None
+    call, sizes = Call(), None
     try:
         call = parse(args, kwargs)
         known = facts.gather(call)
@@ -148,18 +206,24 @@ def decide_anew(args: Any, kwargs: Any) -> Verdict:
             sizes = geometry.geometry(call, plan, ARCHS[known.capability])
             decision = consider(call, plan, sizes, known)
     except Exception as error:
-        message = f"the rules failed: {type(error).__name__}: {error}"
-        warn_once(message, error)
+        if is_sticky(error):
+            raise
+        message = f"the rules failed: {text_of(error)}"
+        warn_once(message, message, error)
         decision = Decision(False, "internal_error", message)
-    return Verdict(decision, plan, sizes, call, args, kwargs)
+    return Verdict(decision, sizes, call, args, kwargs)
 
 
 def consider(call: Call, plan: Plan, sizes: Geometry, known: facts.Facts) -> Decision:
     """The Decision on a call that every rule accepts: whether its kernels are ready, and right on this GPU."""
-    if config.COMPILE.get() == "background" and not config.STRICT.get():
-        message = unready(plan, sizes, known)
-        if message is not None:
-            return Decision(False, COMPILING, message)
+    if not config.STRICT.get():
+        for failure in filter(None, map(_failures.standing, failed_keys(sizes))):
+            when = "is not tried again" if failure.lasting else f"is tried again within {RETRY} s"
+            return Decision(False, FAILING, f"such a call failed before and {when}: {failure.text}")
+        if config.COMPILE.get() == "background":
+            message = unready(plan, sizes, known)
+            if message is not None:
+                return Decision(False, COMPILING, message)
     decision = eligibility.ACCEPTED
     if known.capability in eligibility.COMPILED_ONLY:
         decision = selfcheck.decision(call.q.device, plan, known, run, fla_implementation())
@@ -202,10 +266,11 @@ def fla_implementation() -> Any:
     return inspect.unwrap(chunk_kda)
 
 
-def warn_once(cause: str, error: Exception) -> None:
-    if cause not in _warned and len(_warned) < dispatch_log.MAX_DISTINCT:
-        _warned.add(cause)
-        logger.warning("kda_cute leaves a call to FLA: %s", cause, exc_info=error)
+def warn_once(kind: Any, cause: str, error: Exception) -> None:
+    if kind not in _warned and len(_warned) < dispatch_log.MAX_DISTINCT:
+        _warned.add(kind)
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        logger.warning("kda_cute leaves a call to FLA: %s\n%s", cause, trace)
 
 
 class Handoff(threading.local):

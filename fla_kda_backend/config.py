@@ -177,7 +177,15 @@ COMPILE = Variable(
     "What a call does whose kernel must first be compiled. in_place: wait. background: run elsewhere until it is ready.",
 )
 
-VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, CACHE_MANIFEST, COMPILE)
+WORKSPACE_MIB = Count(
+    "FLA_KDA_CUTE_WORKSPACE_MIB",
+    None,
+    "2048",
+    "Size that the workspace of a call may have, in MiB: a call that needs more runs in segments of the time axis, of at "
+    "least one chunk, with the same bits. The schedule follows from it, so it should not change from call to call.",
+)
+
+VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, CACHE_MANIFEST, COMPILE, WORKSPACE_MIB)
 
 
 def unknown() -> list[str]:

@@ -61,7 +61,7 @@ class Record(NamedTuple):
     code: str  # of the rule that decided
     message: str
     kernel: str | None
-    params: tuple[tuple[str, Any], ...]  # the plan's: schedule, what the variant changes, grid
+    params: tuple[tuple[str, Any], ...]  # of what is launched: schedule, what the variant changes, grid, segments
     num_sequences: int | None
     device: Any  # of q, a torch.device
     shapes: tuple[Any, ...]  # of TENSORS, None where one is not given
@@ -116,7 +116,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def record(outcome: str, code: str, message: str, call: "Call", plan: Any = None) -> None:
-    """Record one decision on a parsed call; plan is the Plan, where there is one. Never raises."""
+    """Record one decision on a parsed call; plan is a Plan or Geometry, where there is one. Never raises."""
     entry(outcome, code, message, call, plan).record()
 
 
@@ -139,9 +139,14 @@ class Entry:
         self.counters: dict[tuple[Any, ...], list[int]] | None = None  # the _counts that `counter` is from
         self.counter: list[int] = [0]
 
-    def instead(self, outcome: str, code: str, message: str) -> "Entry":
-        """The Entry of another decision on the same call."""
-        return Entry(None if self.content is None else (outcome, code, message, *self.content[3:]))
+    def instead(self, outcome: str, code: str, message: str, launched: Any = None) -> "Entry":
+        """The Entry of another decision on the same call; launched: what ran, as in `entry`, where that is something else."""
+        if self.content is None:
+            return Entry(None)
+        _, _, _, kernel, params, *rest = self.content
+        if launched is not None:
+            kernel, params = launched.kernel, tuple(launched.params.items())
+        return Entry((outcome, code, message, kernel, params, *rest))
 
     def record(self) -> None:
         """Record the decision on one more call. Never raises."""

@@ -1,16 +1,17 @@
 """What a call's metadata decides about its launches: sizes, segments, strides, the compiled variant. No tensor is kept."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from .call import Call
+from . import planning
+from .call import DEVICE_INPUTS, Call
 from .compiling.spec import KernelSpec
 from .kernels.families import FAMILIES
-from .planning import WORKSPACE_LIMIT, Plan
+from .planning import Plan
 
 DIM = 128
 LOG2E = 1.4426950408889634
@@ -39,6 +40,7 @@ class Geometry:
     """Everything that all calls of the same metadata share."""
 
     device: torch.device
+    plan: Plan  # as it is launched, which is without some schedules where there are segments
     spec: KernelSpec | None  # None: no token and no packed sequence, nothing to launch
     out: Allocation  # [B, T, HV, V]
     final_state: Allocation | None  # [N, HV, V, K] or [N, HV, K, V], fp32
@@ -50,6 +52,16 @@ class Geometry:
     readings: tuple[Reading, ...]  # of DEVICE_INPUTS
     ignores_gate_parameters: bool  # what is given as A_log and dt_bias is not looked at
 
+    @property
+    def kernel(self) -> str:
+        return self.plan.kernel
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What the dispatch log shows: of what is launched."""
+        segments = {"segments": len(self.segments)} if len(self.segments) > 1 else {}
+        return self.plan.params | segments
+
 
 def workspace_bytes(
     tokens: int, num_sequences: int, heads: int, seq_len: int | None = None, kernel: str = "column_split", replay: bool = False
@@ -58,7 +70,8 @@ def workspace_bytes(
 
     tokens in all over the sequences; seq_len where all have that length (no cu_seqlens). "column_split": a record of
     13,888 bytes for each 16-token chunk and head; "wy64": 71,184 bytes for each 64-token chunk and head, with replay (as
-    the call's plan says) 65,536 more for every 16th. At most WORKSPACE_LIMIT, or one chunk of every head where that is more.
+    the call's plan says) 65,536 more for every 16th. At most
+    FLA_KDA_CUTE_WORKSPACE_MIB, or one chunk of every head where that is more.
     """
     record = FAMILIES[kernel].record
     slots = record.slots(tokens, num_sequences, seq_len)
@@ -71,7 +84,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     batch, length, qk_heads, _ = call.q.shape
     heads, num_sequences = call.heads, call.num_sequences
     packed = call.cu_seqlens is not None
-    family, variant, schedule = FAMILIES[plan.kernel], plan.variant, plan.schedule
+    family, variant = FAMILIES[plan.kernel], plan.variant
     slots = family.record.slots(batch * length, num_sequences, None if packed else length)
     rows = None
     if not packed or call.use_graph:
@@ -80,6 +93,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     given = not call.use_gate_in_kernel
     known: dict[str, Any] = {
         "device": call.q.device,
+        "plan": plan,
         "out": contiguous((batch, length, heads, DIM), torch.bfloat16),
         "final_state": None if variant.final_state is None else contiguous(final_shape, torch.float32),
         "state_rows": rows,
@@ -88,11 +102,7 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     }
     if slots == 0 or heads == 0:
         return Geometry(**known, spec=None, workspace=None, carries=None, segments=(), readings=())
-    per_segment = slots_per_segment(family.record, slots, heads)
-    segmented = per_segment < slots
-    if segmented:
-        schedule = schedule.in_segments()
-    size = family.record.workspace_bytes(per_segment, heads, getattr(schedule, "replay", False))
+    size = family.record.workspace_bytes(slots, heads, getattr(plan.schedule, "replay", False))
     parameters = (None, None) if given else (call.A_log, call.dt_bias)
     strided = [reading(x, family.takes_strides) for x in (call.q, call.k, call.v, call.g, call.beta)]
     whole = [reading_whole(x) for x in (call.initial_state, call.cu_seqlens, *parameters)]
@@ -107,22 +117,62 @@ def geometry(call: Call, plan: Plan, arch: str) -> Geometry:
     if family.takes_strides:
         for name, (as_it_is, as_a_copy, _) in zip(STRIDED, strided):
             numbers |= strides_of(name, as_a_copy if as_it_is is None else as_it_is)
-    return Geometry(
+    in_one = Geometry(
         **known,
-        spec=KernelSpec(plan.kernel, arch, variant, schedule),
+        spec=KernelSpec(plan.kernel, arch, variant, plan.schedule),
         workspace=contiguous((size,), torch.uint8),
-        carries=contiguous((2, heads, DIM, DIM), torch.float32) if segmented else None,
-        segments=tuple(
-            family.numbers(**numbers, slot_begin=begin, slot_end=min(begin + per_segment, slots))
-            for begin in range(0, slots, per_segment)
-        ),
+        carries=None,
+        segments=(family.numbers(**numbers, slot_begin=0, slot_end=slots),),
         readings=(*strided, *whole),
     )
+    return in_segments(in_one, slots_per_segment(family.record, slots, heads))
+
+
+def in_segments(of: Geometry, per_segment: int) -> Geometry:
+    """The same call in launches over so many slots each; unchanged where its launches cover no more."""
+    first, slots = of.segments[0], of.segments[-1].slot_end
+    if of.spec is None or first.slot_end <= per_segment:
+        return of
+    heads = first.heads
+    plan = planning.in_segments(of.plan, first.num_seqs, heads)
+    size = FAMILIES[plan.kernel].record.workspace_bytes(per_segment, heads)
+    return replace(
+        of,
+        plan=plan,
+        spec=replace(of.spec, schedule=plan.schedule),
+        workspace=contiguous((size,), torch.uint8),
+        carries=contiguous((2, heads, DIM, DIM), torch.float32),
+        segments=tuple(
+            first._replace(slot_begin=begin, slot_end=min(begin + per_segment, slots)) for begin in range(0, slots, per_segment)
+        ),
+    )
+
+
+def halved(of: Geometry) -> Geometry | None:
+    """The same call in launches over half as many slots each; None where they cover one already, or nothing is launched."""
+    slots = of.segments[0].slot_end if of.segments else 0
+    return in_segments(of, (slots + 1) // 2) if slots > 1 else None
+
+
+def peak_bytes(call: Call, sizes: Geometry) -> int:
+    """Bytes that a call allocates at most at one time: its results, the workspace, states carried between segments, copies.
+
+    The workspace is within the limit (see workspace_bytes), and the carried states take 128 KiB per value head. Inputs whose
+    strides the kernels do not take are copied, as is an input whose address is not a multiple of 16 bytes, which is not
+    counted here. Nor are intermediate states whose number only cu_seqlens tells.
+    """
+    given = (sizes.out, sizes.final_state, sizes.workspace, sizes.carries)
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in given if x is not None)
+    if sizes.state_chunk is not None and sizes.state_rows is not None:
+        batch, _, heads, _ = sizes.out.shape
+        total += batch * sizes.state_rows * heads * DIM * DIM * torch.bfloat16.itemsize
+    inputs = (getattr(call, name) for name in DEVICE_INPUTS)
+    return total + sum(x.nbytes for x, how in zip(inputs, sizes.readings) if x is not None and how.as_it_is is None)
 
 
 def slots_per_segment(record: ModuleType, slots: int, heads: int) -> int:
     """Workspace slots that one launch may cover."""
-    return max(1, min(slots, WORKSPACE_LIMIT // record.workspace_bytes(1, heads)))
+    return max(1, min(slots, planning.workspace_limit() // record.workspace_bytes(1, heads)))
 
 
 def strides_of(name: str, strides: tuple[int, ...]) -> dict[str, int]:

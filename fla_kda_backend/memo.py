@@ -13,9 +13,10 @@ import torch
 
 from . import config, facts
 
+ENVIRONMENT = slice(2, 6)  # where in a fingerprint its `environment` lies
 LIMIT = 256  # calls; the layers of a model agree, so few are in use at a time
 PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the same to everybody; float is not, see below
-DECIDING = (config.MODE, config.UNTESTED)  # what is read only after the decision is not among them
+DECIDING = (config.MODE, config.UNTESTED, config.WORKSPACE_MIB)  # what is read only after the decision is not among them
 
 _verdicts: dict[Any, Any] = {}
 
@@ -73,7 +74,7 @@ def keep_recent(names: list[Any], values: list[Any], key: tuple[Any, ...], verdi
         check = TensorGuards(*pick(values), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except Exception:
         return
-    _recent = names, key[0], key[1], key[2:5], rest, [*map(type, values)], rest(values), pick, check, verdict
+    _recent = names, key[0], key[1], key[ENVIRONMENT], rest, [*map(type, values)], rest(values), pick, check, verdict
 
 
 def fingerprint(names: list[Any], values: list[Any]) -> tuple[Any, ...] | None:
@@ -114,8 +115,8 @@ def fingerprint(names: list[Any], values: list[Any]) -> tuple[Any, ...] | None:
 
 def environment() -> tuple[Any, ...]:
     """What else decides, as it is now: variables, and whether tensors may carry tangents."""
-    mode, untested = DECIDING
-    return mode.raw(), untested.raw(), facts.forward_ad_level()
+    mode, untested, workspace = DECIDING
+    return mode.raw(), untested.raw(), workspace.raw(), facts.forward_ad_level()
 
 
 def find(key: tuple[Any, ...] | None) -> Any:
@@ -128,7 +129,7 @@ def keep(key: tuple[Any, ...], verdict: Any) -> None:
 
     Not if another thread has changed the environment since: the verdict may be that of another fingerprint.
     """
-    if environment() != key[2:5]:
+    if environment() != key[ENVIRONMENT]:
         return
     if len(_verdicts) >= LIMIT:
         _verdicts.clear()

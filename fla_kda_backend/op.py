@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ except ImportError:
 
 from .compiling.library import launcher
 from .compiling.spec import ARCHS
-from .geometry import ALIGNMENT, DIM, STRIDED, Geometry, geometry, strides_of, workspace_bytes
+from .geometry import ALIGNMENT, DIM, STRIDED, Geometry, geometry, halved, strides_of, workspace_bytes
 from .kernels.families import FAMILIES
 from .kernels.variant import DTYPE_NAMES, Variant
 from .planning import Plan, column_split
@@ -40,7 +41,7 @@ NOWHERE = 1  # address of a tensor that was given and has none; 0 is that of one
 
 FWD = ["fwd"]  # what the memo tells these calls by from those of chunk_kda
 
-__all__ = ["Launch", "bind", "fwd", "into", "run", "workspace_bytes"]
+__all__ = ["Launch", "bind", "fwd", "into", "run", "within_memory", "workspace_bytes"]
 
 
 def run(call: Call, plan: Plan) -> tuple[Any, ...]:
@@ -54,7 +55,9 @@ def run(call: Call, plan: Plan) -> tuple[Any, ...]:
     same values; under use_graph it is the bound that any cu_seqlens of that length keeps, and rows of no chunk are left
     undefined; with neither, cu_seqlens is read, which waits for the GPU. Nothing else here does.
     """
-    return bind(call, plan)(*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
+    inputs = (*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
+    result, _ = within_memory(bind(call, plan), Launch.__call__, *inputs)
+    return result
 
 
 def bind(call: Call, plan: Plan) -> "Launch":
@@ -108,7 +111,8 @@ def fwd(
         launch = bind(call, _with_final_state(plan, final_state))
         if key is not None:
             memo.keep(key, launch)
-    launch.into(out, final_state, None, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    results, inputs = (out, final_state, None), (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    within_memory(launch, Launch.into, *results, *inputs)
 
 
 # ---- checks of fwd -------------------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ def _check_memory(*tensors: Any) -> None:
 def into(call: Call, plan: Plan, out: Any, final_state: Any, states: Any = None) -> None:
     """Run a call under a plan, with results in given tensors; final_state fp32, bf16 or None."""
     launch = bind(call, _with_final_state(plan, final_state))
-    launch.into(out, final_state, states, *(getattr(call, name) for name in DEVICE_INPUTS))
+    within_memory(launch, Launch.into, out, final_state, states, *(getattr(call, name) for name in DEVICE_INPUTS))
 
 
 def _with_final_state(plan: Plan, final_state: torch.Tensor | None) -> Plan:
@@ -330,6 +334,19 @@ class Launch:
         tokens, chunk = self.geometry.out.shape[1], self.geometry.state_chunk
         inside = [max(min(offset, tokens), 0) for offset in offsets.tolist()]
         return sum(-(-max(end - first, 0) // chunk) for first, end in zip(inside, inside[1:]))
+
+
+def within_memory(launch: Launch, run: Callable[..., Any], *arguments: Any) -> tuple[Any, Geometry]:
+    """(run(launch, *arguments), what was launched). Where memory runs out, it is tried again in segments of half the length,
+    down to one chunk of every head."""
+    while True:
+        try:
+            return run(launch, *arguments), launch.geometry
+        except torch.OutOfMemoryError:
+            shorter = halved(launch.geometry)
+            if shorter is None:
+                raise
+        launch = Launch(shorter)  # outside of the except clause: what the attempt has allocated is free by now
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from . import config
 from .call import Call
 from .facts import Facts
 from .kernels.column_split import contract as column_split_contract
@@ -16,7 +17,6 @@ WGMMA_CAPABILITY = (9, 0)  # the only one whose tensor cores have the instructio
 REPLAY_TASKS = 40  # without overlap: 40 tasks 191 against 204, 48 tasks 220 against 224, 64 tasks 305 against 271
 OVERLAP_TASKS = 256  # overlap: 48 tasks 190 against 225, 64 tasks 236 to 270, 96 tasks 351 to 384, 192 tasks 758 to 783
 OVERLAP_REPLAY_TASKS = 24  # both: 24 tasks 119 against 132 with overlap alone, 28 tasks 136 against 121
-WORKSPACE_LIMIT = 1 << 31  # bytes; a call that would need more runs in segments of the time axis
 LONG = 2048  # tokens per sequence, on average, from which on they pay: 2,048 tokens 35 against 40 us, 1,024 tokens 28 to 29
 
 
@@ -56,6 +56,19 @@ def plan(call: Call, facts: Facts) -> Plan:
     return chosen._replace(reason=reason) if reason else chosen
 
 
+def workspace_limit() -> int:
+    """Bytes that the workspace of one launch may have. A call that needs more runs in segments of the time axis."""
+    limit: int = config.WORKSPACE_MIB.get()
+    return limit << 20
+
+
+def in_segments(plan: Plan, num_sequences: int, heads: int) -> Plan:
+    """The plan of a call that runs in segments of the time axis: without overlap, replay and direct."""
+    schedule = plan.schedule.in_segments()
+    tasks = 2 * num_sequences * heads
+    return plan._replace(schedule=schedule, grid=min(tasks, schedule.max_ctas) if plan.kernel == "wy64" else plan.grid)
+
+
 def beyond_flashkda(call: Call, variant: Variant) -> str | None:
     """The first thing in which a call is not FlashKDA's, or None."""
     if call.heads != call.qk_heads:
@@ -68,14 +81,16 @@ def wy64(tokens: int, num_sequences: int, heads: int, sm_count: int, variant: Va
 
     Overlap is for long chains: prepare, beside which they run, must know every sequence's place in time. Replay is for few
     of them: idle SMs compute outputs; a chain that writes all states leaves none to replay. Direct is for calls without a
-    sequence of more than one chunk: prepare computes all of it.
+    sequence of more than one chunk: prepare computes all of it. It takes a workspace all the same: packed sequences of
+    at most one chunk on average may hold a longer one, which only the GPU knows, and of every chunk prepare writes the
+    decay and clears the flags.
     """
     tasks = 2 * num_sequences * heads
     slots = (tokens >> record.LOG2_CHUNK) + num_sequences
     long = (
         tasks > 0
         and tokens // num_sequences >= LONG
-        and record.workspace_bytes(slots, heads, replay=True) <= WORKSPACE_LIMIT  # all of it in one launch
+        and record.workspace_bytes(slots, heads, replay=True) <= workspace_limit()  # all of it in one launch
     )
 
     def upto(limit: int) -> bool:

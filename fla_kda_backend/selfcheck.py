@@ -16,6 +16,7 @@ from . import planning
 from .call import Call, parse
 from .eligibility import ACCEPTED, Decision
 from .facts import Facts
+from .failures import RETRY, Failures, is_passing, is_sticky, text_of
 from .kernels.variant import Variant
 from .planning import Plan
 from .testing import Form, Normal, make
@@ -33,6 +34,9 @@ HEADS = 2
 
 _lock = threading.Lock()
 _decisions: dict[tuple, Decision] = {}  # by device, kind of gate and mode
+_failures = Failures()  # by the same, of checks that failed for a cause that may pass
+
+PASSING = ("untested_capture", "untested_later")  # codes of what is decided anew at the next call
 
 
 def decision(device: torch.device, plan: Plan, facts: Facts, run: Runner, reference: Callable[..., Any]) -> Decision:
@@ -52,9 +56,15 @@ def decision(device: torch.device, plan: Plan, facts: Facts, run: Runner, refere
                 "cannot check an untested GPU while a CUDA graph is captured: call once before",
             )
         with _lock:
-            if key not in _decisions:
-                _decisions[key] = _decide(device, gate, facts, run, reference)
-    return _decisions[key]
+            if key in _decisions:
+                return _decisions[key]
+            failure = _failures.standing(key)
+            if failure is not None:
+                return _later(facts, failure.text)
+            found = _decide(device, gate, facts, run, reference, key)
+            if found.code not in PASSING:
+                _decisions[key] = found
+            return found
 
 
 def kind(plan: Plan) -> tuple[str, str]:
@@ -62,12 +72,16 @@ def kind(plan: Plan) -> tuple[str, str]:
     return plan.variant.gate, "exact" if getattr(plan.schedule, "arithmetic", None) == "exact" else "auto"
 
 
-def _decide(device: torch.device, gate: str, facts: Facts, run: Runner, reference: Callable[..., Any]) -> Decision:
-    name = f"compute capability {facts.capability[0]}.{facts.capability[1]}"
+def _decide(device: torch.device, gate: str, facts: Facts, run: Runner, reference: Callable[..., Any], key: tuple) -> Decision:
+    name = _name(facts)
     try:
         errors = compare(device, gate, facts, run, reference)
     except Exception as error:
-        message = f"the check on {name}, never run on before, failed: {type(error).__name__}: {error}"
+        if is_sticky(error):
+            raise
+        if is_passing(error):
+            return _later(facts, _failures.note(key, error).text)
+        message = f"the check on {name}, never run on before, failed: {text_of(error)}"
         logger.warning("%s; %s is left to FLA", message, device)
         return Decision(False, "untested_failed", message)
     found = f"output {errors[0]:.1e}, final state {errors[1]:.1e}"
@@ -77,6 +91,15 @@ def _decide(device: torch.device, gate: str, facts: Facts, run: Runner, referenc
         return Decision(False, "untested_disagrees", message)
     logger.info("%s, never run on before, agrees with FLA on a small case: %s", name, found)
     return ACCEPTED
+
+
+def _name(facts: Facts) -> str:
+    return f"compute capability {facts.capability[0]}.{facts.capability[1]}"
+
+
+def _later(facts: Facts, text: str) -> Decision:
+    message = f"the check on {_name(facts)} could not be made yet, and is tried again within {RETRY} s: {text}"
+    return Decision(False, "untested_later", message)
 
 
 def compare(device: Any, gate: str, facts: Facts, run: Runner, reference: Callable[..., Any]) -> list[float]:

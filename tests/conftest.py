@@ -1,5 +1,7 @@
 """Fixtures shared by all tests. Nothing here touches a GPU, or asks for one, until a test does."""
 
+import sys
+
 import pytest
 import torch
 
@@ -24,9 +26,15 @@ def _nothing_remembered():
     """Tests replace what verdicts come from; none is to meet those of another."""
     from fla_kda_backend import memo
 
-    memo.clear()
+    def forget():
+        memo.clear()
+        for module in ("backend", "selfcheck"):
+            if (loaded := sys.modules.get(f"fla_kda_backend.{module}")) is not None:
+                loaded._failures.clear()
+
+    forget()
     yield
-    memo.clear()
+    forget()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fla_kda_backend.compiling import builder, library
+from fla_kda_backend.failures import Failures
 
 LIBRARY = b"\x7fELF and so on"  # what the loader loads
 
@@ -14,8 +15,9 @@ LIBRARY = b"\x7fELF and so on"  # what the loader loads
 @pytest.fixture
 def empty_library(monkeypatch, tmp_path):
     """A process that has loaded nothing, with its own cache directory; its path."""
-    for name in ("_functions", "_sources", "_failures", "_locks"):
+    for name in ("_functions", "_sources", "_locks"):
         monkeypatch.setattr(library, name, {})
+    monkeypatch.setattr(library, "_failures", Failures(lasting_after=1))
     monkeypatch.setattr(library, "_said", set())
     folder = tmp_path / "cache"
     monkeypatch.setenv("FLA_KDA_CUTE_CACHE_DIR", str(folder))

@@ -1,6 +1,6 @@
 """Compile kernels in a thread of their own, while calls run elsewhere.
 
-A kernel that fails to compile there is kept as failed by `library`, so the calls that need it fail at once.
+`library` remembers a kernel that fails to compile there, so the calls that need it fail at once.
 """
 
 import atexit
@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 
+from ..failures import text_of
 from . import library
 from .spec import KernelSpec
 
@@ -46,8 +47,8 @@ def _work() -> None:
         try:
             library.launcher(spec)
             logger.info("compiled in the background: %s", spec)
-        except Exception as error:  # library keeps it, and the calls that need the kernel report it
-            logger.debug("background compilation failed: %r", error)
+        except Exception as error:  # library remembers it, and the calls that need the kernel report it
+            logger.debug("background compilation failed: %s", text_of(error))  # a text: a log may keep what it is given
         with _lock:
             _waiting.pop(spec, None)
 

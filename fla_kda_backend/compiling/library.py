@@ -3,11 +3,15 @@
 import contextlib
 import logging
 import os
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import config
+from ..failures import Failures, StillFailing, is_driver_mismatch, text_of
 from .disk import Directory, Unusable, load
 from .locks import FileLock
 from .spec import KernelSpec
@@ -16,10 +20,11 @@ logger = logging.getLogger("fla_kda_backend")
 
 WAIT = 120  # seconds to wait for another process that compiles the same kernel: it may have been stopped
 POLL = 0.05
+SHARED_MEMORY = "/dev/shm"  # a directory that can mostly be written also where the root is read-only
 
 _functions: dict[KernelSpec, Any] = {}
 _sources: dict[KernelSpec, str] = {}  # where each came from
-_failures: dict[KernelSpec, Exception] = {}  # not tried again: a compilation takes seconds
+_failures = Failures(lasting_after=1)  # by spec; a compilation takes seconds and gives the same again
 _locks: dict[KernelSpec, threading.Lock] = {}  # one per spec, so that a thread waits for no other kernel's compilation
 _said: set[str] = set()
 
@@ -34,26 +39,28 @@ class Found(NamedTuple):
 def launcher(spec: KernelSpec) -> Any:
     """The function that launches `spec`. The first call of a process loads it from the cache directory, or compiles it.
 
-    Raises whatever the compiler raises; a spec that failed once fails at once from then on.
+    Raises whatever the compiler raises. A spec that failed fails at once from then on; where the cause may pass, such as a
+    full disk, it is tried a few times, and then every failures.RETRY seconds.
     """
     function = _functions.get(spec)
     if function is None:
         with _locks.setdefault(spec, threading.Lock()):
             function = _functions.get(spec)
             if function is None:
-                if spec in _failures:
-                    raise RuntimeError(f"{spec} could not be compiled: {_failures[spec]}") from _failures[spec]
+                failure = _failures.standing(spec)
+                if failure is not None:
+                    raise StillFailing(f"{spec} could not be compiled: {failure.text}", failure.lasting)
                 try:
                     function = _keep(spec, _load(spec) or _compile_once_of_many(spec))
                 except Exception as error:
-                    _failures[spec] = error
+                    _failures.note(spec, error)
                     raise
     return function
 
 
 def at_hand(spec: KernelSpec) -> bool:
     """Whether launcher(spec) returns or raises without compiling. Loads a stored kernel, which takes milliseconds."""
-    if spec in _functions or spec in _failures:
+    if spec in _functions or _failures.standing(spec) is not None:
         return True
     lock = _locks.setdefault(spec, threading.Lock())
     if not lock.acquire(blocking=False):  # another thread is at it
@@ -63,6 +70,9 @@ def at_hand(spec: KernelSpec) -> bool:
         if found is not None:
             _keep(spec, found)
         return spec in _functions
+    except Exception as error:
+        _failures.note(spec, error)
+        return True
     finally:
         lock.release()
 
@@ -75,12 +85,22 @@ def loaded() -> dict[KernelSpec, str]:
 def _keep(spec: KernelSpec, found: Found) -> Any:
     _sources[spec] = found.source
     _functions[spec] = found.function
+    _failures.forget(spec)
     return found.function
+
+
+def _folder() -> Path | None:
+    """The directory of compiled kernels; None: nothing is kept, which is said once where it is not what was asked for."""
+    try:
+        return config.cache_dir()
+    except (RuntimeError, OSError) as error:  # no home directory, of this user or of the one that is named
+        _say(logging.WARNING, f"compiled kernels are not kept: {error} {config.CACHE_DIR.name} can name a directory.")
+        return None
 
 
 def _load(spec: KernelSpec) -> Found | None:
     """What the cache directory holds, or None. A file that must not be used counts as none; the reason is logged once."""
-    folder = config.cache_dir()
+    folder = _folder()
     if folder is None:
         return None
     for found in Directory(folder).candidates(spec):
@@ -90,13 +110,15 @@ def _load(spec: KernelSpec) -> Found | None:
         try:
             return Found(load(*found), str(found.path))
         except Exception as error:  # the file is whole, but was made for another machine
-            _say(logging.WARNING, f"{found.path} cannot be loaded: {type(error).__name__}: {error}")
+            if is_driver_mismatch(error):  # what is compiled here would meet the same driver
+                raise
+            _say(logging.WARNING, f"{found.path} cannot be loaded: {text_of(error)}")
     return None
 
 
 def _compile_once_of_many(spec: KernelSpec) -> Found:
     """Compiled by this process, or by another one at the same time."""
-    folder = config.cache_dir()
+    folder = _folder()
     if folder is None:
         return Found(_compile(spec), "compiled")
     directory = Directory(folder)
@@ -119,7 +141,8 @@ def _compile(spec: KernelSpec) -> Any:
     from .builder import build
 
     logger.info("compiling %s", spec)
-    return build(spec, keep=False).function
+    with _scratch():
+        return build(spec, keep=False).function
 
 
 def _store(spec: KernelSpec, function: Any, directory: Directory) -> bool:
@@ -128,7 +151,8 @@ def _store(spec: KernelSpec, function: Any, directory: Directory) -> bool:
     from .linking import Unlinkable
 
     try:
-        library, linked_by = link(function)
+        with _scratch():
+            library, linked_by = link(function)
         path = directory.add(spec, library, linked_by=linked_by)
     except Unlinkable as error:
         _say(logging.INFO, f"each process compiles in memory, because nothing can be linked here: {error}")
@@ -139,6 +163,23 @@ def _store(spec: KernelSpec, function: Any, directory: Directory) -> bool:
     with contextlib.suppress(OSError, Unusable):
         directory.trim(config.CACHE_MIB.get() << 20, keep=path)
     return True
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """A place for the compiler's files: shared memory where `tempfile` finds none that can be written."""
+    borrowed = False
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        borrowed = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    if borrowed:
+        tempfile.tempdir = SHARED_MEMORY
+    try:
+        yield
+    finally:
+        if borrowed:
+            tempfile.tempdir = None  # to be looked for again
 
 
 def _say(level: int, text: str) -> None:

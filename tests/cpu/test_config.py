@@ -33,6 +33,7 @@ SWITCHED = {**dict.fromkeys(ON, True), **dict.fromkeys(OFF, False)}
         (config.CACHE_DIR, None, {"/tmp/x": "/tmp/x", "": None, "off": "off"}),
         (config.CACHE_MIB, 1024, {"0": 0, "77": 77, "": 1024}),
         (config.CACHE_MANIFEST, None, {"0" * 64: "0" * 64, "": None}),
+        (config.WORKSPACE_MIB, 2048, {"0": 0, "77": 77, "": 2048}),
         (config.COMPILE, "in_place", {"background": "background", "in_place": "in_place", "": "in_place"}),
     ],
     ids=lambda value: value.name if isinstance(value, config.Variable) else "",

@@ -27,7 +27,7 @@ RANKS = (
     ("facts", "testing"),
     ("kernels",),
     ("reference",),
-    ("call", "config"),
+    ("call", "config", "failures"),
 )
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 LAZY = {"__init__", "__main__"}  # the public names, and the command: they may import everything

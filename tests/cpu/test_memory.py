@@ -1,250 +1,263 @@
-"""Tensors whose elements are not what lies at their address never reach a kernel, whatever calls came before.
+"""Memory of a call: how much it takes at most, what the user's limit does to it, and what happens where there is none.
 
-chunk_kda of the installed FLA on CPU tensors that pass for an H200's; launches are kept instead of made.
+Launches are emulated on the CPU, see emulated_launch.py.
 """
 
+import gc
+import math
 import types
+import weakref
+from contextlib import contextmanager
 
+import emulated_launch
+import kda_inputs
 import pytest
 import torch
-from calls import FLAS, H200, prefill, tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from call_table import KIMI, Case
+from calls import H200, INFERENCE, prefill, tensor
+from kda_calls import call_of
+from kda_inputs import random_inputs
 
-from fla_kda_backend import dispatch_log, eligibility, facts, memo, op
+import fla_kda_backend
+from fla_kda_backend import backend, config, dispatch_log, geometry, memo, op, planning
+from fla_kda_backend.call import DEVICE_INPUTS, parse
+from fla_kda_backend.compiling import background
+from fla_kda_backend.kernels.families import FAMILIES
+from fla_kda_backend.kernels.variant import Variant
+from fla_kda_backend.kernels.wy64 import contract as wy64
+from fla_kda_backend.reference import exact
 
-SHAPE = {"batch": 1, "tokens": 16, "heads": 1, "dt_bias": tensor(1, 128, dtype=torch.float32, device="cpu")}
-TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+MIB = 1 << 20
+CARRIES = 2 * 128 * 128 * 4  # bytes per value head
 
 
 @pytest.fixture
-def ask(monkeypatch, kda):
-    """ask(arguments) is who ran chunk_kda of them: "ours" or "FLA's Triton", and the log's code."""
-    from fla_kda_backend import backend
+def launched(monkeypatch):
+    return emulated_launch.without_gpu(monkeypatch)
 
-    launched = []
-    monkeypatch.setattr(facts, "device_facts", lambda device: (H200.capability, H200.sm_count))
-    monkeypatch.setattr(op, "launcher", lambda spec: lambda *arguments: launched.append(arguments))
-    monkeypatch.setattr(op, "_current_device", lambda: None)  # as the index of a CPU
-    monkeypatch.setattr(op, "_stream_handle", lambda index: 7)
+
+def sizes_of(facts=H200, **changes):
+    call = parse((), prefill(**changes))
+    return call, geometry.geometry(call, planning.plan(call, facts), "sm_90a")
+
+
+# ---- what a call takes -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["auto", "exact"])
+@pytest.mark.parametrize("limit", ["64", "2048", "100000"])
+@pytest.mark.parametrize("heads", [1, 6, 96])
+@pytest.mark.parametrize("tokens", [1, 64, 8192, 174_763, 1 << 20])
+def test_peak_up_to_a_million_tokens(monkeypatch, tokens, heads, limit, mode):
+    monkeypatch.setenv(config.WORKSPACE_MIB.name, limit)
+    call, sizes = sizes_of(H200._replace(mode=mode), batch=1, tokens=tokens, heads=heads)
+    results = tokens * heads * 256 + heads * 128 * 128 * 4
+    record = FAMILIES[sizes.kernel].record
+    workspace = math.prod(sizes.workspace.shape)
+    replay = sizes.params.get("replay", False)
+    assert workspace == op.workspace_bytes(tokens, 1, heads, tokens, sizes.kernel, replay)
+    assert workspace <= max(int(limit) * MIB + replay * heads * 131072, record.workspace_bytes(1, heads))
+    carries = CARRIES * heads if len(sizes.segments) > 1 else 0
+    assert geometry.peak_bytes(call, sizes) == results + workspace + carries
+
+
+@contextmanager
+def counted(monkeypatch):
+    """Bytes of what op allocates."""
+    made, empty, clone = [], torch.empty, torch.Tensor.clone
+    with monkeypatch.context() as patched:
+        patched.setattr(op.torch, "empty", lambda *a, **k: made.append(x := empty(*a, **k)) or x)
+        patched.setattr(torch.Tensor, "clone", lambda *a, **k: made.append(x := clone(*a, **k)) or x)
+        yield lambda: sum(x.nbytes for x in made)
+
+
+@pytest.mark.parametrize("layout", ["whole", "fused", "transposed"])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.parametrize("limit", [None, 0])
+def test_peak_is_what_is_allocated(launched, monkeypatch, layout, capability, limit):
+    if limit is not None:
+        monkeypatch.setenv(config.WORKSPACE_MIB.name, str(limit))
+    call = parse((), call_of(Case(KIMI, layout=layout, tail=17, before=64, regime="normal")))
+    plan = planning.plan(call, INFERENCE._replace(capability=capability))
+    sizes = geometry.geometry(call, plan, "sm_90a")
+    monkeypatch.setattr(emulated_launch, "launch", lambda spec, *arguments: None)
+    inputs = (*(getattr(call, name) for name in DEVICE_INPUTS), call.cu_seqlens_cpu)
+    with counted(monkeypatch) as allocated:
+        op.Launch(sizes)(*inputs)
+        assert allocated() == geometry.peak_bytes(call, sizes)
+
+
+# ---- the limit -------------------------------------------------------------------------------------------------------
+def test_the_limit_of_the_user(monkeypatch):
+    for mib, segments in ((None, 1), ("2048", 1), ("512", 2), ("0", 128)):
+        if mib is not None:
+            monkeypatch.setenv(config.WORKSPACE_MIB.name, mib)
+        _, sizes = sizes_of(batch=1, tokens=8192, heads=96)
+        assert len(sizes.segments) == segments
+        assert sizes.params.get("segments", 1) == segments and sizes.params["overlap"] == (segments == 1)
+        assert sizes.spec.schedule == sizes.plan.schedule and sizes.spec.schedule.segmented == (segments > 1)
+
+
+def test_the_schedule_depends_on_no_free_memory(monkeypatch):
+    def absent(*arguments, **keywords):
+        raise AssertionError("not to be asked")
+
+    for name in ("mem_get_info", "memory_allocated", "memory_reserved", "memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, absent)
+    sizes_of(batch=1, tokens=1 << 20, heads=96)
+
+
+def test_verdicts_of_another_limit_are_not_given(monkeypatch, launched):
+    arguments = prefill(device="cpu", batch=1, tokens=130, heads=2)
+    monkeypatch.setattr(backend.facts, "gather", lambda call: H200)
+    found = []
+    for mib in ("2048", "0", "2048", "0", "0", "0"):
+        monkeypatch.setenv(config.WORKSPACE_MIB.name, mib)
+        found.append(len(backend.decide((), arguments, *backend.identity((), arguments)).geometry.segments))
+    assert found == [1, 3, 1, 3, 3, 3] and len(memo._verdicts) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_log_shows_what_is_launched(packed):
+    """1,024 sequences of one chunk, 32 heads: more than the workspace may have, so prepare may not compute them whole."""
+    changes = {"batch": 1024, "tokens": 64}
+    if packed:
+        changes = {"batch": 1, "tokens": 65536, "cu_seqlens": tensor(1025, dtype=torch.int32)}
+    call, sizes = sizes_of(heads=32, initial_state=None, **changes)
+    params = dict(dispatch_log.entry("accepted", "accepted", "", call, sizes).content[4])
+    assert len(sizes.segments) == params["segments"] == (3 if packed else 2)
+    assert "direct" not in params and not sizes.spec.schedule.direct and sizes.spec.schedule.segmented
+    _, fewer = sizes_of(heads=4, initial_state=None, **changes)
+    assert fewer.params["direct"] and "segments" not in fewer.params and fewer.spec.schedule.direct
+
+
+# ---- out of memory ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def memory(monkeypatch, launched):
+    """.free bytes are there for one workspace, None: any number; .asked are the sizes that were asked for."""
+    memory, outputs = types.SimpleNamespace(free=None, asked=[], launched=launched), []  # outputs: of attempts that failed
+
+    def allocate(shape, strides, dtype):
+        if dtype == torch.uint8:
+            memory.asked.append(shape[0])
+            if memory.free is not None and shape[0] > memory.free:
+                outputs.append(memory.output)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.")
+        x = torch.empty(shape, dtype=dtype)
+        if dtype == torch.bfloat16:
+            assert not any(output() is not None for output in outputs), "the attempt before still holds memory"
+            memory.output = weakref.ref(x)
+        return x
+
+    memory.output = None
+    monkeypatch.setattr(op.Launch, "_allocator", lambda self: allocate)
+    return memory
+
+
+@pytest.fixture
+def world(memory, monkeypatch):
+    import fla.ops.kda.chunk as chunk
+
+    monkeypatch.setattr(backend.facts, "gather", lambda call: H200)
     monkeypatch.setattr(backend, "_warned", set())
-    fla_ran = []
-    monkeypatch.setattr(kda.chunk.ChunkKDAFunction, "apply", lambda *arguments: fla_ran.append(FLAS) or (FLAS, None))
-
-    def ask(arguments):
-        launched.clear()
-        fla_ran.clear()
-        with dispatch_log.capture() as seen:
-            kda.chunk.chunk_kda(**arguments)
-        assert len(launched) + len(fla_ran) == 1
-        (record,) = seen
-        return ("ours" if launched else FLAS), record.code
-
-    with torch.no_grad():
-        yield ask
+    monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", lambda *args: ("FLA's Triton", None))
+    assert fla_kda_backend.register()
+    inputs = random_inputs(64 * 9 + 5, 2, state=None)
+    memory.inputs = inputs
+    memory.call = lambda: chunk.chunk_kda(**kda_inputs.chunk_kda_arguments(inputs))
+    memory.per_chunk = FAMILIES["wy64"].record.workspace_bytes(1, 2)
+    with dispatch_log.capture() as memory.seen, torch.no_grad():
+        yield memory
 
 
-OURS = ("ours", "accepted")
+@pytest.mark.parametrize("chunks, segments", [(10, 1), (9, 2), (5, 2), (4, 4), (3, 4), (2, 5), (1, 10)])
+def test_segments_are_halved_until_they_fit(world, chunks, segments):
+    world.free = chunks * world.per_chunk
+    results = [world.call() for _ in range(3)]
+    reference = exact.forward(**world.inputs, arithmetic="robust")
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, reference))
+    assert len(world.launched) == 3 * segments
+    for record in world.seen:
+        params = dict(record.params)
+        assert record.outcome == "accepted" and params.get("segments", 1) == segments
+        assert segments == 1 or record.message == f"out of memory, therefore in {segments} segments"
+    world.free = None
+    world.launched.clear()
+    world.call()
+    assert (
+        len(world.launched) == 1
+        and "segments" not in dict(world.seen[-1].params)
+        and world.seen[-1].message == "all rules hold"
+    )
 
 
-def freed(x, bytes_left=0):
-    x = x.clone()
-    x.untyped_storage().resize_(bytes_left)
-    return x
+def test_without_memory_for_a_chunk_it_is_flas_and_then_ours_again(world):
+    world.free = world.per_chunk - 1
+    assert world.call() == ("FLA's Triton", None)
+    assert [size // world.per_chunk for size in world.asked] == [10, 5, 3, 2, 1] and world.launched == []
+    assert (world.seen[0].outcome, world.seen[0].message) == (
+        "failed", "OutOfMemoryError: CUDA out of memory. Tried to allocate much."
+    )  # fmt: skip
+    world.free = None
+    assert isinstance(world.call()[0], torch.Tensor)
 
 
-def view_of_freed(x):
-    flat = torch.zeros(x.numel() + 64, dtype=x.dtype)
-    view = flat[64:].view(x.shape)
-    flat.untyped_storage().resize_(0)
-    assert view.data_ptr() not in (0, x.data_ptr())  # torch adds the offset to no address
-    return view
+def test_strict_mode_runs_shorter_segments_and_raises_without_memory(world, monkeypatch):
+    monkeypatch.setenv(config.STRICT.name, "1")
+    world.free = 3 * world.per_chunk
+    assert isinstance(world.call()[0], torch.Tensor)
+    world.free = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        world.call()
 
 
-# An odd tensor like x, and whether nothing but its address tells it from x.
-ODD = {
-    "negative": torch._neg_view,
-    "functional": torch._to_functional_tensor,
-    "zero": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
-    "freed": freed,
-}
-FREED = {"all": freed, "all but 2 bytes": lambda x: freed(x, x.numel() * x.itemsize - 2), "of a view": view_of_freed}
+def test_in_the_background_no_call_waits_for_the_kernels_of_segments(world, monkeypatch):
+    asked = []
+    monkeypatch.setenv(config.COMPILE.name, "background")
+    monkeypatch.setattr(background, "ready", lambda spec: asked.append(spec) or not spec.schedule.segmented)
+    world.free = 3 * world.per_chunk
+    assert world.call() == ("FLA's Triton", None) and asked[-1].schedule.segmented
+    monkeypatch.setattr(background, "ready", lambda spec: True)
+    assert isinstance(world.call()[0], torch.Tensor)
 
 
-@pytest.mark.parametrize("before", [0, 1, 4], ids=["new", "remembered", "recent"])
-@pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("name", TENSORS)
-def test_odd_tensors_are_not_read(ask, name, kind, before):
-    arguments = prefill(device="cpu", **SHAPE)
-    odd = arguments | {name: ODD[kind](arguments[name])}
-    for _ in range(before):
-        assert ask(arguments) == OURS
-    for _ in range(3):
-        who, code = ask(odd)
-        assert who == FLAS and code in ("memory", "exception")
-        assert code == "memory" or before and kind != "negative"
-    assert ask(arguments) == OURS  # nothing was learnt from the odd ones
+def test_nothing_outlives_a_call_in_shorter_segments(world):
+    world.free = 3 * world.per_chunk
+    world.call()
+    held = [weakref.ref(x) for x in world.inputs.values() if isinstance(x, torch.Tensor)]
+    world.inputs.clear()
+    world.call = None
+    gc.collect()
+    assert not any(each() is not None for each in held)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32])
-def test_the_imaginary_part_of_a_conjugate_is_not_read(ask, dtype):
-    arguments = prefill(device="cpu", **SHAPE)
-    z = torch.zeros(arguments["beta"].shape, dtype=dtype)
-    beta = z.conj().imag
-    plain = torch.view_as_real(z)[..., 1]
-    assert beta.is_neg() and beta.stride() == plain.stride() and beta.dtype == plain.dtype
-    accepted = OURS if beta.dtype == torch.float32 else (FLAS, "input_dtype")
-    for _ in range(3):
-        assert ask(arguments | {"beta": plain}) == accepted
-        assert ask(arguments | {"beta": beta}) == (FLAS, "memory")
+@pytest.mark.parametrize("setting", ["exact", "robust", "wy64 replay"])
+def test_ops_own_functions_do_the_same(memory, monkeypatch, setting):
+    inputs = random_inputs(400, 2)
+    call = parse((), kda_inputs.chunk_kda_arguments(inputs))
+    if setting == "wy64 replay":
+        plan = planning.Plan("wy64", Variant.of(call), wy64.Schedule(replay=True), 132)
+    else:
+        plan = planning.column_split(setting, 1, 2, 132, Variant.of(call))
+    memory.free = 3 * FAMILIES[plan.kernel].record.workspace_bytes(1, 2)
+    out, state = op.run(call, plan)
+    reference = exact.forward(**inputs, arithmetic="exact" if setting == "exact" else "robust")
+    assert torch.equal(out, reference[0]) and torch.equal(state, reference[1]) and len(memory.launched) > 1
+    if setting == "exact":
+        monkeypatch.setattr(op, "_check_fwd", lambda *arguments: None)
+        for given in (out, state):
+            given.fill_(float("nan"))
+        op.fwd(**inputs, out=out, final_state=state)
+        assert torch.equal(out, reference[0]) and torch.equal(state, reference[1])
 
 
-@pytest.mark.parametrize("kind", FREED)
-def test_freed_storages_have_no_elements(kind):
-    x = torch.zeros(4, 64)
-    assert facts.oddity(x) is None and facts.oddity(x[1:, ::2]) is None and facts.oddity(x[4:]) is None
-    assert facts.oddity(FREED[kind](x)).startswith("a storage of ")
-    assert facts.oddity(FREED[kind](x)[:0]) is None
-
-
-def test_every_kind_of_odd_tensor_is_named():
-    x = torch.zeros(4, dtype=torch.complex64)
-    found = {name: facts.oddity(odd(x)) for name, odd in ODD.items()} | {"conjugate": facts.oddity(x.conj())}
-    keys = {"negative": "Negative", "functional": "Functionalize", "zero": "ZeroTensor", "conjugate": "Conjugate"}
-    assert all(key in found[name] for name, key in keys.items())
-    with FakeTensorMode():
-        assert "Python" in facts.oddity(torch.zeros(4))
-    with torch.inference_mode():
-        assert facts.oddity(torch.zeros(4)) is None
-    for plain in (torch.zeros(4), torch.zeros(4, requires_grad=True), torch.nn.Parameter(x), x.real, x.imag, torch.zeros(0)):
-        assert facts.oddity(plain) is None
-
-
-def test_a_launch_on_a_gpu_knows_an_offset_from_an_address(ask):
-    """Guards and fingerprints do not see that a storage was freed; a view into it has its offset as its address."""
-    from fla_kda_backend import backend
-
-    arguments = prefill(device="cpu", **SHAPE)
-    assert ask(arguments) == OURS
-    verdict = backend.decide((), arguments, *backend.identity((), arguments))
-    assert verdict.launch.lowest == 2 and op.LOWEST_ADDRESS > 2**20
-    verdict.launch.lowest = 4096  # a CPU's addresses may be lower than a GPU's
-    for name in TENSORS:
-        assert ask(arguments | {name: view_of_freed(arguments[name])}) == (FLAS, "exception")
-    assert ask(arguments) == OURS
-
-
-# ---- torch.func and dispatch modes ------------------------------------------------------------------------------------
-TRANSFORMS = {
-    "vmap": lambda f, x: torch.vmap(f)(x),
-    "functionalize": lambda f, x: torch.func.functionalize(f)(x),
-    "grad": lambda f, x: torch.func.grad(lambda y: f(y).float().sum())(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
-}
-
-
-@pytest.mark.parametrize("before", [0, 1, 4], ids=["new", "remembered", "recent"])
-@pytest.mark.parametrize("captured", [False, True], ids=["its own tensor", "tensors from outside"])
-@pytest.mark.parametrize("kind", TRANSFORMS)
-def test_transforms_of_torch_func_are_declined(ask, kind, captured, before):
-    arguments = prefill(device="cpu", **SHAPE)
-    for _ in range(before):
-        assert ask(arguments) == OURS
+def test_halves_end_at_one_chunk():
+    _, sizes = sizes_of(batch=1, tokens=64 * 100, heads=2)
     seen = []
-
-    def model(q):
-        q = q if kind != "vmap" else q.reshape(1, 16, 1, 128)
-        seen.append(ask(arguments if captured else arguments | {"q": q}))
-        return q * 1
-
-    TRANSFORMS[kind](model, arguments["q"].expand(3, 1, 16, 1, 128) if kind == "vmap" else arguments["q"])
-    assert seen == [(FLAS, "intercepted")]
-    assert ask(arguments) == OURS
-
-
-@pytest.mark.parametrize("before", [0, 1, 4], ids=["new", "remembered", "recent"])
-@pytest.mark.parametrize("mode", [FlopCounterMode, lambda display: FakeTensorMode()], ids=["counter", "fake"])
-def test_dispatch_modes_are_declined(ask, mode, before):
-    arguments = prefill(device="cpu", **SHAPE)
-    for _ in range(before):
-        assert ask(arguments) == OURS
-    with mode(display=False):
-        assert ask(arguments) == (FLAS, "intercepted")
-    assert ask(arguments) == OURS
-
-
-def test_wrappers_that_outlive_their_transform(ask):
-    arguments = prefill(device="cpu", **SHAPE)
-    kept = []
-    torch.func.functionalize(lambda q: kept.append(q) or q * 1)(arguments["q"])
-    torch.func.grad(lambda q: kept.append(q) or q.float().sum())(arguments["q"])
-    for wrapper in kept:
-        for before in (False, True):
-            memo.clear()
-            assert not before or ask(arguments) == OURS
-            assert ask(arguments | {"q": wrapper})[0] == FLAS
-
-
-def test_fake_meta_and_lazy_tensors_are_declined(ask):
-    arguments = prefill(device="cpu", **SHAPE)
-    with FakeTensorMode() as mode:
-        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    for name in TENSORS:
-        decision = eligibility.check(eligibility.parse((), arguments | {name: fake[name]}), H200)
-        assert decision.code == "tensor_type"
-        decision = eligibility.check(eligibility.parse((), arguments | {name: arguments[name].to("meta")}), H200)
-        assert decision.code == "one_device"
-    assert facts.gather(types.SimpleNamespace(q=torch.zeros(1))).intercepted is None
-
-
-def test_subclasses_are_declined(ask):
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    arguments = prefill(device="cpu", **SHAPE)
-    for name in TENSORS:
-        assert ask(arguments) == OURS
-        assert ask(arguments | {name: TwoTensor(arguments[name], arguments[name])}) == (FLAS, "tensor_type")
-
-
-# ---- FlashKDA's call ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["q", "beta", "A_log", "initial_state", "out"])
-@pytest.mark.parametrize("kind", ODD)
-def test_fwd_raises(ask, monkeypatch, kind, name):
-    monkeypatch.setattr(op, "_check_fwd", lambda *arguments: None)  # which asks for a GPU
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    given = prefill(device="cpu", **SHAPE)
-    given = {key: given[key] for key in (*TENSORS, "lower_bound")}
-    given |= {"scale": 0.1, "out": torch.empty_like(given["v"])}
-    odd = given | {name: ODD[kind](given[name])}
-    with pytest.raises(ValueError, match="elements in memory as they are"):
-        op.fwd(**odd)
-    with pytest.raises(ValueError, match="torch.func's functionalize"):
-        torch.func.functionalize(lambda x: op.fwd(**given) or x)(torch.zeros(1))
-    op.fwd(**given)
-    if kind != "negative" or name != "out":  # which _check_fwd refuses
-        with pytest.raises((ValueError, RuntimeError)):
-            op.fwd(**odd)
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_reaches_the_kernels(world, kda, backend):
-    """FLA leaves chunk_kda out of torch.compile's graphs, so it is called with plain tensors between two of them."""
-    world.op.run = lambda sizes: (torch.ones(sizes.out.shape, dtype=torch.bfloat16), None)
-    arguments = world.arguments(**SHAPE)
-    layer = torch.nn.Linear(128, 128, dtype=torch.bfloat16)
-
-    def model(x):
-        out, _ = kda.chunk.chunk_kda(**arguments | {"q": layer(x)})
-        return layer(out) * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
-    for _ in range(3):
-        assert torch.equal(compiled(arguments["q"]), model(arguments["q"]))
-    assert [(record.outcome, record.code) for record in world.seen] == [("accepted", "accepted")] * 6
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(model, backend=backend, fullgraph=True)(arguments["q"])
-    torch._dynamo.reset()
+    while sizes is not None:
+        first, *rest = sizes.segments
+        assert [first.slot_begin, sizes.segments[-1].slot_end] == [0, 100]
+        assert all(a.slot_end == b.slot_begin for a, b in zip(sizes.segments, rest))
+        seen.append(first.slot_end)
+        sizes = geometry.halved(sizes)
+    assert seen == [100, 50, 25, 13, 7, 4, 2, 1]
+    _, empty = sizes_of(batch=1, tokens=0, heads=2)
+    assert geometry.halved(empty) is None

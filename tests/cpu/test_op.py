@@ -12,7 +12,7 @@ from kda_inputs import random_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fla_kda_backend
-from fla_kda_backend import geometry, op, planning
+from fla_kda_backend import op, planning
 from fla_kda_backend.call import parse
 from fla_kda_backend.kernels.column_split import contract as column_split
 from fla_kda_backend.kernels.column_split import record as record16
@@ -313,15 +313,16 @@ def test_workspace_is_bounded():
     for tokens, heads in ((1 << 20, 96), (1 << 20, 1), (174_763, 96), (16, 10_000)):
         size = op.workspace_bytes(tokens, 1, heads, tokens)
         record = heads * record16.RECORD_BYTES
-        assert size % record == 0 and 0 < size <= max(geometry.WORKSPACE_LIMIT, record)
-        assert size + record > geometry.WORKSPACE_LIMIT or size == -(-tokens // 16) * record
+        assert size % record == 0 and 0 < size <= max(planning.workspace_limit(), record)
+        assert size + record > planning.workspace_limit() or size == -(-tokens // 16) * record
     assert op.workspace_bytes(16, 1, 100_000) == 100_000 * 13888  # one chunk of every head is the least
-    assert op.workspace_bytes(1 << 20, 1, 96, 1 << 20, kernel="wy64") <= geometry.WORKSPACE_LIMIT
+    assert op.workspace_bytes(1 << 20, 1, 96, 1 << 20, kernel="wy64") <= planning.workspace_limit()
 
 
 def segmented(monkeypatch, chunks, heads, setting="exact"):
     """Let a workspace hold so many chunks of each head."""
-    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", record_of(setting).workspace_bytes(chunks, heads) + 5)
+    limit = record_of(setting).workspace_bytes(chunks, heads) + 5
+    monkeypatch.setattr(planning, "workspace_limit", lambda: limit)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

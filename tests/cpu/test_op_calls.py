@@ -88,7 +88,7 @@ def test_segments_run_on_the_kernel_of_calls_that_are_not_direct(launched, monke
     case = Case(KINDS["direct"], **SHORT)
     parsed = parse((), call_of(case))
     plan = planning.wy64(98, 3, 2, 132, Variant.of(parsed))
-    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", FAMILIES["wy64"].record.workspace_bytes(1, 2))
+    monkeypatch.setattr(planning, "workspace_limit", lambda: FAMILIES["wy64"].record.workspace_bytes(1, 2))
     direct = plan._replace(schedule=replace(plan.schedule, direct=True))
     assert geometry.geometry(parsed, direct, "sm_90a").spec == geometry.geometry(parsed, plan, "sm_90a").spec
 
@@ -220,7 +220,7 @@ def test_intermediate_states(launched, kind, chunk_size, family):
 def test_intermediate_states_in_segments(launched, monkeypatch, chunks, family):
     call = call_of(Case(STATES["packed"], **SHORT))
     whole = run(call, family)
-    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", FAMILIES[family].record.workspace_bytes(chunks, 2))
+    monkeypatch.setattr(planning, "workspace_limit", lambda: FAMILIES[family].record.workspace_bytes(chunks, 2))
     launched.clear()
     found = run(call, family)
     assert len(launched) > 1 and len({named(*one).intermediate_states for one in launched}) == 1

@@ -10,7 +10,7 @@ from golden import relative_error
 from gpu import specs
 from kda_inputs import chunk_kda_arguments
 
-from fla_kda_backend import dispatch_log, geometry, op, planning
+from fla_kda_backend import dispatch_log, op, planning
 from fla_kda_backend.call import parse
 from fla_kda_backend.kernels.families import FAMILIES
 from fla_kda_backend.kernels.variant import Variant
@@ -33,7 +33,7 @@ def in_segments_of(monkeypatch, setting, chunks, heads):
 
 def limit_workspace(monkeypatch, limit):
     """Bytes that the workspace of one launch may have."""
-    monkeypatch.setattr(geometry, "WORKSPACE_LIMIT", limit)
+    monkeypatch.setattr(planning, "workspace_limit", lambda: limit)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from gpu import specs
 from gpu.launching import expected, limit_workspace, right, run, same
 from kda_inputs import EXTREMES, TOKEN_AXIS, extreme, of_heads, random_inputs
 
-from fla_kda_backend import geometry
+from fla_kda_backend import planning
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ def test_past_two_to_the_31_elements(device, monkeypatch):
         inputs[name] = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     inputs["g"].sub_(4)  # slow enough that states matter
     few = [0, 47, heads - 1]
-    default = geometry.WORKSPACE_LIMIT
+    default = planning.workspace_limit()
     for setting in ("exact", "wy64"):
         alone = run(of_heads(inputs, few), setting, bv=32)
         for limit in (default, 1 << 36):  # in segments, and in one launch

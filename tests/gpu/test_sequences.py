@@ -7,7 +7,7 @@ from gpu import specs
 from gpu.launching import expected, finish, fwd_of, in_segments_of, right, run, same
 from kda_inputs import cut, of_heads, packed, random_inputs, sequence
 
-from fla_kda_backend import geometry
+from fla_kda_backend import geometry, planning
 from fla_kda_backend.kernels.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
@@ -203,12 +203,12 @@ def test_a_long_call_runs_in_segments_by_itself(setting, device):
     kernel = specs.family_of(setting)
     record = FAMILIES[kernel].record
     in_one = record.workspace_bytes(record.slots(tokens, 1, tokens), heads)
-    assert geometry.workspace_bytes(tokens, 1, heads, tokens, kernel) <= geometry.WORKSPACE_LIMIT < in_one
+    assert geometry.workspace_bytes(tokens, 1, heads, tokens, kernel) <= planning.workspace_limit() < in_one
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
     out, state = fwd_of(inputs) if setting == "exact" and sm_count(device) == specs.SM_COUNT else run(inputs, setting, bv=128)
     used = torch.cuda.max_memory_allocated(device) - base
-    assert used < geometry.WORKSPACE_LIMIT + out.nbytes + 4 * state.nbytes
+    assert used < planning.workspace_limit() + out.nbytes + 4 * state.nbytes
     few = [0, 95]
     alone = run(of_heads(inputs, few), setting, bv=32)
     assert torch.equal(out[:, :, few], alone[0]) and torch.equal(state[:, few], alone[1])
