@@ -111,8 +111,14 @@ def fwd(
         launch = bind(call, _with_final_state(plan, final_state))
         if key is not None:
             memo.keep(key, launch)
-    results, inputs = (out, final_state, None), (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-    within_memory(launch, Launch.into, *results, *inputs)
+    try:
+        return launch.into(out, final_state, None, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    except torch.OutOfMemoryError:
+        shorter = halved(launch.geometry)
+        if shorter is None:
+            raise
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    within_memory(Launch(shorter), Launch.into, out, final_state, None, *inputs)
 
 
 # ---- checks of fwd -------------------------------------------------------------------------------------------------
