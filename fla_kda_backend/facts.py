@@ -9,11 +9,11 @@ from .call import Call
 
 try:
     from torch._C import _len_torch_dispatch_stack as dispatch_modes
-    from torch._C._functorch import peek_interpreter_stack as _transform
+    from torch._C._functorch import peek_interpreter_stack as transform
 except ImportError:  # another torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_modes  # type: ignore[assignment]
 
-    def _transform() -> None:  # type: ignore[misc]
+    def transform() -> None:  # type: ignore[misc]
         return None
 
 
@@ -56,9 +56,9 @@ def forward_ad_level() -> int:
 
 def interception() -> str | None:
     """What torch's operations go through here, or None: the tensors that they make need not have memory."""
-    transform = _transform()
-    if transform is not None:
-        return f"torch.func's {transform.key().name.lower()}"
+    innermost = transform()
+    if innermost is not None:
+        return f"torch.func's {innermost.key().name.lower()}"
     return "a torch dispatch mode" if dispatch_modes() else None
 
 

@@ -16,6 +16,9 @@ from . import config, facts
 ENVIRONMENT = slice(2, 6)  # where in a fingerprint its `environment` lies
 LIMIT = 256  # calls; the layers of a model agree, so few are in use at a time
 PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the same to everybody; float is not, see below
+# Dtypes of negative views: torch makes them of the imaginary parts of complex tensors. To ask each tensor would cost 1 us.
+COMPLEX = [getattr(torch, name) for name in ("complex64", "bcomplex32") if hasattr(torch, name)]
+NEGATABLE = frozenset(dtype.to_real() for dtype in COMPLEX)
 DECIDING = (config.MODE, config.UNTESTED, config.WORKSPACE_MIB)  # what is read only after the decision is not among them
 
 _verdicts: dict[Any, Any] = {}
@@ -85,23 +88,16 @@ def fingerprint(names: list[Any], values: list[Any]) -> tuple[Any, ...] | None:
     on those is not to be kept, and a launch looks at the addresses.
     """
     try:
-        if facts.interception() is not None:
+        if facts.dispatch_modes() or facts.transform() is not None:
             return None
         key = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *environment(), *names]
         for value in values:
             kind = type(value)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
-                strides = value.stride() if value.layout is torch.strided else None
-                key += (
-                    kind,
-                    value.shape,
-                    strides,
-                    value.dtype,
-                    value.device,
-                    value.layout,
-                    value.requires_grad,
-                    value.is_neg(),
-                )
+                strides, dtype = value.stride() if value.layout is torch.strided else None, value.dtype
+                key += (kind, value.shape, strides, dtype, value.device, value.layout, value.requires_grad)
+                if dtype in NEGATABLE:
+                    key.append(value.is_neg())
             elif kind in PLAIN:
                 key += (kind, value)
             elif kind is float:

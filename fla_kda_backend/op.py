@@ -37,6 +37,7 @@ from .planning import Plan, column_split
 # Below lies no GPU's memory, but what data_ptr says of a view into a freed storage: its offset. Each launch asks all tensors,
 # because neither fingerprints nor torch's guards see that a storage was freed.
 LOWEST_ADDRESS = 1 << 32
+NO_MEMORY = "a tensor's memory was freed, or it never had any"
 NOWHERE = 1  # address of a tensor that was given and has none; 0 is that of one that was not given
 
 FWD = ["fwd"]  # what the memo tells these calls by from those of chunk_kda
@@ -276,8 +277,11 @@ class Launch:
         cu_seqlens = 0 if cu_seqlens is None else cu_seqlens.data_ptr() or NOWHERE
         A_log = 0 if A_log is None else A_log.data_ptr() or NOWHERE
         dt_bias = 0 if dt_bias is None else dt_bias.data_ptr() or NOWHERE
-        if min(q, k, v, g, beta, initial_state or q, cu_seqlens or q, A_log or q, dt_bias or q, out.data_ptr()) < self.lowest:
-            raise RuntimeError("a tensor's memory was freed, or it never had any")
+        output, lowest = out.data_ptr(), self.lowest
+        if q < lowest or k < lowest or v < lowest or g < lowest or beta < lowest or output < lowest:
+            raise RuntimeError(NO_MEMORY)
+        if 0 < initial_state < lowest or 0 < cu_seqlens < lowest or 0 < A_log < lowest or 0 < dt_bias < lowest:
+            raise RuntimeError(NO_MEMORY)
         segments = self.segments
         copies: Any = ()  # alive until the launch
         unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT
@@ -300,7 +304,7 @@ class Launch:
                 dt_bias=dt_bias,
                 initial_state=initial_state,
                 final_state=0 if final_state is None else final_state.data_ptr(),
-                out=out.data_ptr(),
+                out=output,
                 cu_seqlens=cu_seqlens,
                 workspace=workspace.data_ptr(),
                 carry_in=carry_in,
