@@ -19,7 +19,7 @@ from . import config, dispatch_log, eligibility, facts, geometry, memo, planning
 from .call import ABSENT, DEVICE_INPUTS, POSITIONAL, Call, parse
 from .compiling.spec import ARCHS
 from .eligibility import Decision
-from .failures import RETRY, Failures, is_driver_mismatch, is_passing, is_sticky, text_of
+from .failures import RETRY, Failures, NotPlainMemory, is_driver_mismatch, is_passing, is_sticky, text_of
 from .geometry import Geometry
 from .planning import Plan
 
@@ -162,7 +162,8 @@ def leave_to_fla(verdict: Verdict, error: Exception) -> bool:
     lasting, passing = failed_keys(verdict.geometry)[:2]
     if is_driver_mismatch(error):
         lasting = EVERYWHERE
-    _failures.note(passing if is_passing(error) else lasting, error)
+    if not isinstance(error, NotPlainMemory):
+        _failures.note(passing if is_passing(error) else lasting, error)
     memo.clear()  # calls like this one are decided anew
     warn_once((lasting, is_passing(error)), cause, error)
     return True

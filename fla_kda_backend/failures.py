@@ -58,6 +58,10 @@ class StillFailing(RuntimeError):
         self.passing = not lasting
 
 
+class NotPlainMemory(RuntimeError):
+    """A tensor of the caller has no memory. This says nothing of the kernels, so it is remembered of none."""
+
+
 class Failures:
     """The failures of some kind of attempt, by what was attempted."""
 

@@ -29,6 +29,7 @@ except ImportError:
 
 from .compiling.library import launcher
 from .compiling.spec import ARCHS
+from .failures import NotPlainMemory
 from .geometry import ALIGNMENT, DIM, STRIDED, Geometry, geometry, halved, strides_of, workspace_bytes
 from .kernels.families import FAMILIES
 from .kernels.variant import DTYPE_NAMES, Variant
@@ -279,9 +280,9 @@ class Launch:
         dt_bias = 0 if dt_bias is None else dt_bias.data_ptr() or NOWHERE
         output, lowest = out.data_ptr(), self.lowest
         if q < lowest or k < lowest or v < lowest or g < lowest or beta < lowest or output < lowest:
-            raise RuntimeError(NO_MEMORY)
+            raise NotPlainMemory(NO_MEMORY)
         if 0 < initial_state < lowest or 0 < cu_seqlens < lowest or 0 < A_log < lowest or 0 < dt_bias < lowest:
-            raise RuntimeError(NO_MEMORY)
+            raise NotPlainMemory(NO_MEMORY)
         segments = self.segments
         copies: Any = ()  # alive until the launch
         unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT

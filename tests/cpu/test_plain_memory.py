@@ -249,3 +249,16 @@ def test_a_compiled_model_reaches_the_kernels(world, kda, backend):
         assert torch.equal(compiled(arguments["q"]), model(arguments["q"]))
     assert [(record.outcome, record.code) for record in world.seen] == [("accepted", "accepted")] * 6
     torch._dynamo.reset()
+
+
+def test_freed_storages_do_not_count_against_the_kernels(ask):
+    """However often a caller hands over tensors without memory, calls with memory still run here."""
+    from fla_kda_backend import backend
+
+    arguments = prefill(device="cpu", **SHAPE)
+    for _ in range(5):
+        assert ask(arguments) == OURS
+        verdict = backend.decide((), arguments, *backend.identity((), arguments))
+        verdict.launch.lowest = 4096
+        assert ask(arguments | {"q": view_of_freed(arguments["q"])})[0] == FLAS
+    assert ask(arguments) == OURS
