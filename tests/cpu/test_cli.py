@@ -141,6 +141,7 @@ def demo_without_a_gpu(*options):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_demo_without_a_gpu():
     printed = demo_without_a_gpu()
     assert printed.count("compiled column_split") == 2

@@ -34,6 +34,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda chosen: GPUS[torch.device(chosen).index][0])
+    monkeypatch.setattr(op, "LOWEST_ADDRESS", 0)  # fake tensors have no memory, so no address
     monkeypatch.setattr(op, "_current_device", lambda: gpus.current)
     monkeypatch.setattr(op, "_stream_handle", lambda index: 100 + index)
     monkeypatch.setattr(op, "launcher", lambda spec: lambda *arguments: gpus.launched.append((gpus.current, spec, arguments)))
