@@ -230,27 +230,6 @@ def test_fwd_raises(ask, monkeypatch, kind, name):
             op.fwd(**odd)
 
 
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_reaches_the_kernels(world, kda, backend):
-    """FLA leaves chunk_kda out of torch.compile's graphs, so it is called with plain tensors between two of them."""
-    world.op.run = lambda sizes: (torch.ones(sizes.out.shape, dtype=torch.bfloat16), None)
-    arguments = world.arguments(**SHAPE)
-    layer = torch.nn.Linear(128, 128, dtype=torch.bfloat16)
-
-    def model(x):
-        out, _ = kda.chunk.chunk_kda(**arguments | {"q": layer(x)})
-        return layer(out) * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
-    for _ in range(3):
-        assert torch.equal(compiled(arguments["q"]), model(arguments["q"]))
-    assert [(record.outcome, record.code) for record in world.seen] == [("accepted", "accepted")] * 6
-    torch._dynamo.reset()
-
-
 def test_freed_storages_do_not_count_against_the_kernels(ask):
     """However often a caller hands over tensors without memory, calls with memory still run here."""
     from fla_kda_backend import backend
