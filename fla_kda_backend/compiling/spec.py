@@ -110,7 +110,8 @@ def source_hash(family: str) -> str:
     kernels, compiling = os.path.join(root, "kernels"), os.path.join(root, "compiling")
     paths = [os.path.join(compiling, name) for name in ("builder.py", "linking.py")]
     paths += [entry.path for entry in os.scandir(kernels)]
-    paths += [os.path.join(folder, name) for folder, _, names in os.walk(os.path.join(kernels, family)) for name in names]
+    room = FAMILIES[family].kernel[0].split(".")[2]  # the folder of kernels/ that the family shares with no other, or few
+    paths += [os.path.join(folder, name) for folder, _, names in os.walk(os.path.join(kernels, room)) for name in names]
     digest = hashlib.sha256()
     for path in sorted(path for path in paths if path.endswith(".py")):
         with open(path, "rb") as file:

@@ -8,6 +8,8 @@ from .column_split import contract as column_split
 from .column_split import record as record16
 from .wy64 import contract as wy64
 from .wy64 import record as record64
+from .wy64.backward import contract as wy64_backward
+from .wy64.backward import record as record64_backward
 
 
 class Family(NamedTuple):
@@ -34,6 +36,14 @@ FAMILIES = {
         addresses=Addresses,
         numbers=wy64.Numbers,
         record=record64,
+        takes_strides=True,
+    ),
+    "wy64_backward": Family(
+        kernel=("fla_kda_backend.kernels.wy64.backward.launch", "WY64Backward"),
+        schedule=wy64_backward.Schedule,
+        addresses=wy64_backward.Addresses,
+        numbers=wy64_backward.Numbers,
+        record=record64_backward,
         takes_strides=True,
     ),
 }
