@@ -23,7 +23,7 @@ Warp roles: `compute_warps` warps compute, one more, the loader, loads.
 
     loader    per chunk: waits for the stage's `empty`; the record with one bulk copy and the 16 rows of v with cp.async (rows
               past the end become 0), both completing on the stage's `full`
-    compute   per chunk: waits for `full`, computes, arrives on `empty`, stores out; each warp owns BV / compute_warps columns
+    compute   per chunk: waits for `full`, arrives on `empty` of the chunk before, computes, stores out; each warp owns BV / compute_warps columns
               outright: its part of S stays in registers for the whole sequence (state.py), and through movmatrix as bf16 in
               the layout of the B operand
 """
@@ -283,7 +283,7 @@ class RecurrenceSplit:
         below = ptx.less_b32(2 * t, g, 0xFFFF, 0) | ptx.less_b32(2 * t + 1, g, -0x10000, 0)
         position = RingPosition.of_reader(self.stages)
         zero = Float32(0.0)
-        for _ in cutlass.range(chunks, unroll=1):
+        for n in cutlass.range(chunks, unroll=1):
             if const_expr(self.writes_states):
                 column = item.column + warp * (8 * self.tiles)
                 self.state.store_intermediate(state, operand, first_state, chunk, column, args.heads)
@@ -300,6 +300,10 @@ class RecurrenceSplit:
                     s = (operand[j, block, 0], operand[j, block, 1])
                     p[j] = ptx.mma_bf16(k_start, s, p[j])
                     o[j] = ptx.mma_bf16(q_start, s, o[j])
+            # The stage of the chunk before, by every lane: no lane's reads hang on another's arrival. Only here: an arrival passes
+            # by loads that still wait for the memory pipe, behind stores of states for long, but not by what used their results.
+            if n > 0:
+                cute.arch.mbarrier_arrive(ring.empty + position.stage_before())
             v = [ptx.lds_words(v_words + at + 8 * r * self.v_row, self.tiles) for r in range(2)]
             lds_beta = const_expr(ptx.lds_f32 if self.robust else ptx.lds_b32)
             beta = [lds_beta(ring.base + at + BETA + (g + 8 * r) * 4) for r in range(2)]
@@ -332,7 +336,6 @@ class RecurrenceSplit:
                     if const_expr(not self.robust):
                         word = ptx.add_bf16x2_ftz(ptx.pack_bf16x2(o[j][2 * r], o[j][2 * r + 1]), word)
                     result[r][j] = word
-            cute.arch.mbarrier_arrive(ring.empty + position.stage)  # by every lane: no lane's reads hang on another's arrival
             for r in cutlass.range_constexpr(2):
                 if g + 8 * r < rows:
                     ptx.stg_words(out + Int64(g + 8 * r) * row_stride, result[r])
