@@ -42,6 +42,14 @@ class StateFragments(Fragments):
         """Tokens 16*k to 16*k + 15 of the rounded V', [token][value], likewise."""
         ptx.stmatrix_x4_trans(self.image_at + stage * QKA_BYTES + (QK_BYTES + k * 2048), [self.v_words[j, k] for j in range(4)])
 
+    @cute.jit
+    def keep_state(self):
+        """Have S in its registers here; stores nothing, as image_at is never negative."""
+        for k in cutlass.range_constexpr(8):
+            s = self.flat_s[k // 4]
+            for j in cutlass.range_constexpr(2):
+                ptx.force_compute(self.image_at, [s[4 * j + e, k % 4] for e in range(4)])
+
 
 class StateWarps:
     """One warpgroup, which works through the CTA's items.
@@ -164,6 +172,10 @@ class StateWarps:
                 with cute.arch.elect_one():
                     self.cluster.free(shared.output.empty + output.stage)
         warpgroup.commit_group()
+        # This branch begins a basic block, and uses S as it is before the scaling. Without it ptxas scales between the products.
+        if c + 1 < links:
+            if not ready:
+                self.fragments.keep_state()
         t.decay_state()
         # The wait ends a basic block: without it ptxas moves the scaling behind the products.
         shared.output.wait_full(next_output)
