@@ -117,6 +117,22 @@ def load_state(address, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, sta
 
 
 @cute.jit
+def read_state(address, value_half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
+    """state = one value half of the state at `address` in global memory, which nothing writes during the launch."""
+    steps = const_expr(_steps(kind, v_first))
+    for (part, row, column), first, second in _pairs(address + value_half * (HALF * steps[1]), *steps):
+        if const_expr(v_first and kind == "fp32"):
+            pair = [ptx.as_f32(word) for word in ptx.ldg_nc_v2_b32(first)]
+        elif const_expr(v_first):
+            pair = ptx.unpack_bf16x2(ptx.ldg_nc_b32(first))
+        elif const_expr(kind == "fp32"):
+            pair = (ptx.ldg_nc_f32(first), ptx.ldg_nc_f32(second))
+        else:
+            pair = (ptx.ldg_nc_bf16(first), ptx.ldg_nc_bf16(second))
+        state[part][row, column], state[part][row + 1, column] = pair
+
+
+@cute.jit
 def store_state(address, value_half, kind: cutlass.Constexpr, v_first: cutlass.Constexpr, state):
     """One value half of the state at `address` in global memory = state."""
     steps = const_expr(_steps(kind, v_first))

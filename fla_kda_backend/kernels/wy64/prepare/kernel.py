@@ -77,7 +77,9 @@ Steps of a chunk (a line: barrier of the team):
     ------------------------------------------------------------------------------------------------------------------
                                                  store W
 
-The record that prepare leaves per (head, slot) is described in record.py.
+The record that prepare leaves per (head, slot) is described in record.py. For the backward pass it also leaves the T_bb and the
+N_bc, in the chunk's local record (backward/record.py): warp 0 stores them beside A in step 5, and waits at the end of the step
+until the copy engine has read them, since the next chunk's step 1 writes where N stood.
 """
 
 import dataclasses
@@ -89,6 +91,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.backward.record import N_AT, N_BYTES, T_AT, T_BYTES
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record
 from fla_kda_backend.kernels.wy64.cluster import CTAS
 from fla_kda_backend.kernels.wy64.prepare.assignment import Assignment
 from fla_kda_backend.kernels.wy64.prepare.blocks import Blocks
@@ -99,11 +103,13 @@ from fla_kda_backend.kernels.wy64.prepare.images import Images
 from fla_kda_backend.kernels.wy64.prepare.levels import Levels
 from fla_kda_backend.kernels.wy64.prepare.loads import Loads
 from fla_kda_backend.kernels.wy64.prepare.memory import (
+    DIAGONAL_BYTES,
     HEADER_BYTES,
     TEAM_STRIDE,
     TEAM_THREADS,
     TILE_BYTES,
     ChunkInfo,
+    DiagonalPart,
     Header,
     Table,
     TeamMemory,
@@ -165,10 +171,11 @@ class PrepareArguments(NamedTuple):
 
 class PrepareWY64:
     """The kernel of a Variant under a Schedule. chains_per_group, link_time: how the chain runs beside it, see Assignment; only
-    used where the schedule overlaps the two."""
+    used where the schedule overlaps the two. keeps_inverse: leave T and N in the local records, too; without overlap only."""
 
-    def __init__(self, variant, schedule, chains_per_group=None, link_time=None):
-        self.cu_dtype, self.overlap = variant.cu_seqlens, schedule.overlap
+    def __init__(self, variant, schedule, chains_per_group=None, link_time=None, keeps_inverse=False):
+        self.cu_dtype, self.overlap, self.keeps_inverse = variant.cu_seqlens, schedule.overlap, keeps_inverse
+        assert not (keeps_inverse and (schedule.overlap or schedule.direct))
         # the chain needs neither W nor Q of a sequence's first chunk, which are then not written
         self.starts_from_zero = schedule.starts_from_zero(variant)
         # the levels' products take all the registers that there are
@@ -186,7 +193,9 @@ class PrepareWY64:
 
     @cute.jit
     def __call__(self, a, stream):
-        """Launch over slots [slot_begin, slot_end) and all heads; a: the contract's Arguments."""
+        """Launch over slots [slot_begin, slot_end) and all heads; a: the Arguments of the forward's or the backward's contract.
+        Those of the backward have no outputs of the forward."""
+        self.has_out = hasattr(a, "out")
         tokens = a.seq_len
         if const_expr(self.cu_dtype is None):
             tokens = a.seq_len * a.num_seqs
@@ -210,8 +219,8 @@ class PrepareWY64:
                 beta_head=a.beta_head,
                 a_log=a.a_log,
                 dt_bias=a.dt_bias,
-                final_state=a.final_state,
-                out=a.out,
+                final_state=getattr(a, "final_state", Int64(0)),
+                out=getattr(a, "out", Int64(0)),
                 cu_seqlens=a.cu_seqlens,
                 workspace=a.workspace,
                 scale=a.scale,
@@ -242,7 +251,7 @@ class PrepareWY64:
         team = self.teams.team()
         memory = self.allocate(team)
         warp = self.teams.warp()
-        if const_expr(self.cu_dtype is not None):
+        if const_expr(self.cu_dtype is not None and self.has_out):
             self.clear_outside(args)
         if const_expr(self.overlap):
             self.assignment.clear_own_flags(args)
@@ -356,6 +365,8 @@ class PrepareWY64:
         if coord.warp == 0:
             with cute.arch.elect_one():
                 self.store_unless_whole(args, memory, coord.n, A_AT, memory.base + Table.A_IMAGE, A_BYTES)
+                if const_expr(self.keeps_inverse):
+                    self.store_inverse(args, memory, coord.n)
                 ptx.bulk_commit()
         # step 5
         self.solve(args, memory, coord)
@@ -403,6 +414,10 @@ class PrepareWY64:
                 eliminate(memory.base, x, u_at, w_at, lane)
         else:
             eliminate(memory.base, x, u_at, w_at, lane)
+        if const_expr(self.keeps_inverse):
+            if coord.warp == 0:
+                with cute.arch.elect_one():
+                    ptx.bulk_wait_read()  # of N, whose place the next chunk's step 1 writes
         ptx.fence_proxy_async()
         self.teams.sync()
         if const_expr(self.direct.enabled):
@@ -421,7 +436,7 @@ class PrepareWY64:
                     ptx.bulk_wait_read()
                 self.loads.load(args, memory, n + 1, Tensor.K)
 
-    # ---- the record
+    # ---- the records
     def record(self, args, memory, n):
         """Address of the record of the team's chunk number n."""
         head, slot = ptx.lds_v2_b32(memory.chunk_info(n) + ChunkInfo.HEAD)
@@ -445,3 +460,15 @@ class PrepareWY64:
                 ptx.bulk_store(self.record(args, memory, n) + at, source, Int32(size))
         else:
             ptx.bulk_store(self.record(args, memory, n) + at, source, Int32(size))
+
+    @cute.jit
+    def store_inverse(self, args, memory, n):
+        """The leading parts of the T_bb, and the -N_bc, to the local record; by the lane that commits the bulk stores."""
+        head, slot = ptx.lds_v2_b32(memory.chunk_info(n) + ChunkInfo.HEAD)
+        (workspace,) = ptx.pin([args.workspace])
+        local = local_record(workspace, args.heads, args.slots, head, slot)
+        size = const_expr(T_BYTES // BANDS)
+        for band in cutlass.range_constexpr(BANDS):
+            t = memory.base + Table.DIAGONAL + band * DIAGONAL_BYTES + DiagonalPart.T_LEAD * size
+            ptx.bulk_store(local + (T_AT + band * size), t, Int32(size))
+        ptx.bulk_store(local + N_AT, memory.base + Table.BELOW, Int32(N_BYTES))
