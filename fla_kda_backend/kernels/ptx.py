@@ -349,6 +349,7 @@ bulk_store = ordered(
 bulk_commit = ordered("cp.async.bulk.commit_group;", "->", "Close a group of bulk stores.")
 bulk_wait = ordered("cp.async.bulk.wait_group 0;", "->", "Wait until this thread's closed groups of bulk stores have written.")
 bulk_wait_read = ordered("cp.async.bulk.wait_group.read 0;", "->", "Wait until they have read their source.")
+bulk_wait_read_but_one = ordered("cp.async.bulk.wait_group.read 1;", "->", "bulk_wait_read of all groups but the last one.")
 fence_proxy_async = ordered(
     "fence.proxy.async.shared::cta;",
     "->",

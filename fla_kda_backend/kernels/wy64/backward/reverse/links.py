@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.ring import RingPosition
 from fla_kda_backend.kernels.wy64 import states
 from fla_kda_backend.kernels.wy64.backward.reverse.fragments import ReverseFragments
-from fla_kda_backend.kernels.wy64.record import HEAD_DIM, STATE_BYTES
+from fla_kda_backend.kernels.wy64.record import STATE_BYTES
 
 KIND = "fp32"  # of gradients of states in memory
 
@@ -35,7 +34,6 @@ class Ready(NamedTuple):
 
     first: cutlass.Boolean  # the next link's K_end, A, d_out and decay are there
     second: cutlass.Boolean  # the link's W and Q are there
-    ds: cutlass.Boolean  # the dS before the last is on its way
     dv: cutlass.Boolean  # the dV' before the last but one is on its way
 
 
@@ -63,7 +61,7 @@ class ChainWarps:
             ds=RingPosition.of_writer(self.shared.ds.stages),
             dv=RingPosition.of_writer(self.shared.dv.stages),
         )
-        entries = self.tasks.entries(self.tasks.task(cutlass.Int32(0)))
+        entries = self.tasks.entries(self.tasks.task(Int32(0)))
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
             item = self.tasks.item(self.tasks.task(turn), entries)
             entries = self.tasks.entries(self.tasks.task(turn + 1))  # in flight during this task
@@ -169,7 +167,7 @@ class ChainWarps:
         shared = self.shared
         return Ready(
             first=shared.first.is_full(at.first.next()), second=shared.second.is_full(at.second),
-            ds=shared.ds.is_empty(at.ds), dv=shared.dv.is_empty(at.dv),
+            dv=shared.dv.is_empty(at.dv),
         )  # fmt: skip
 
     @cute.jit
@@ -193,14 +191,15 @@ class ChainWarps:
             shared.second.wait_full(second)
         if not ready.dv:
             shared.dv.wait_empty(dv)
-        if not ready.ds:
-            shared.ds.wait_empty(ds)
+        ds_ready = shared.ds.is_empty(ds)
         warpgroup.fence()
         for k in cutlass.range_constexpr(4):
             for h in cutlass.range_constexpr(2):
                 t.q_d_out(h, first.stage, second.stage, (k,))
             t.store_dv(dv.stage, k)
         warpgroup.commit_group()
+        if not ds_ready:
+            shared.ds.wait_empty(ds)
         warpgroup.wait_group(1)  # dV'
         t.round_v()
         warpgroup.fence()
@@ -214,7 +213,6 @@ class ChainWarps:
             for j in cutlass.range_constexpr(2):
                 t.load_decay(following.stage, 2 * k + j)
         warpgroup.commit_group()
-        ptx.fence_proxy_async()  # dS and the dV' of the link before, for the copy engine
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.ds.full + ds.stage)
@@ -241,7 +239,6 @@ class ChainWarps:
         shared.dv.wait_empty(at.dv)
         for k in cutlass.range_constexpr(4):
             t.store_dv(at.dv.stage, k)
-        ptx.fence_proxy_async()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.dv.full + at.dv.stage)

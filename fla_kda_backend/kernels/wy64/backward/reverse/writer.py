@@ -24,7 +24,10 @@ class Writer:
 
     @cute.jit
     def write(self):
-        """A link's dS comes together with the dV' of the link before; the last dV' of an item comes by itself."""
+        """A link's dS comes together with the dV' of the link before; the last dV' of an item comes by itself.
+
+        The proxy fence is this thread's, behind the barrier: the chain warps would wait for their stores with one.
+        """
         args, shared = self.args, self.shared
         ds, dv = RingPosition.of_reader(shared.ds.stages), RingPosition.of_reader(shared.dv.stages)
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
@@ -36,26 +39,31 @@ class Writer:
                 local_dv = local + DV_AT + item.value_half * V_HALF_BYTES
                 for link in cutlass.range(item.output_links, unroll=1):
                     shared.ds.wait_full(ds)
+                    ptx.fence_proxy_async()
                     ptx.bulk_store(local_ds, shared.ds_image.toint(), STATE_HALF_BYTES)
+                    ptx.bulk_commit()
                     local_ds -= LOCAL_BYTES
                     if link > 0:
-                        shared.dv.wait_full(dv)
-                        self.store_dv(local_dv, dv.stage)
-                        local_dv -= LOCAL_BYTES
-                    ptx.bulk_commit()
-                    ptx.bulk_wait_read()
-                    cute.arch.mbarrier_arrive(shared.ds.empty)
-                    ds.advance()
-                    if link > 0:
+                        self.store_dv(local_dv, dv)
+                        ptx.bulk_wait_read_but_one()
+                        cute.arch.mbarrier_arrive(shared.ds.empty)
+                        ptx.bulk_wait_read()
                         cute.arch.mbarrier_arrive(shared.dv.empty + dv.stage)
+                        local_dv -= LOCAL_BYTES
                         dv.advance()
-                shared.dv.wait_full(dv)
-                self.store_dv(local_dv, dv.stage)
-                ptx.bulk_commit()
+                    else:
+                        ptx.bulk_wait_read()
+                        cute.arch.mbarrier_arrive(shared.ds.empty)
+                    ds.advance()
+                self.store_dv(local_dv, dv)
                 ptx.bulk_wait_read()
                 cute.arch.mbarrier_arrive(shared.dv.empty + dv.stage)
                 dv.advance()
         ptx.bulk_wait()
 
-    def store_dv(self, target, stage):
-        ptx.bulk_store(target, self.shared.dv_image.toint() + stage * V_HALF_BYTES, V_HALF_BYTES)
+    def store_dv(self, target, dv):
+        """One dV', once it is there, as a group of its own."""
+        self.shared.dv.wait_full(dv)
+        ptx.fence_proxy_async()
+        ptx.bulk_store(target, self.shared.dv_image.toint() + dv.stage * V_HALF_BYTES, V_HALF_BYTES)
+        ptx.bulk_commit()
