@@ -262,6 +262,7 @@ ldg_b32 = ordered("ld.global.b32 $0, [$1];", "l -> r", "Load 4 bytes.")
 ldg_v2_b32 = ordered("ld.global.v2.b32 {$0, $1}, [$2];", "l -> rr", "Load 8 aligned bytes.")
 ldg_b64 = ordered("ld.global.b64 $0, [$1];", "l -> l", "Load 8 aligned bytes as one integer.")
 ldg_f32 = ordered("ld.global.f32 $0, [$1];", "l -> f", "Load one fp32.")
+ldg_v2_f32 = ordered("ld.global.v2.f32 {$0, $1}, [$2];", "l -> ff", "Load two fp32, 8-byte aligned.")
 ldg_v4_f32 = ordered("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "l -> ffff", "Load four fp32, 16-byte aligned.")
 ldg_bf16 = ordered(_LOAD_BF16.format(""), "l -> f", "Load one bf16, widened to fp32.")
 ldg_acquire_b32 = ordered(
@@ -348,6 +349,7 @@ bulk_store = ordered(
 bulk_commit = ordered("cp.async.bulk.commit_group;", "->", "Close a group of bulk stores.")
 bulk_wait = ordered("cp.async.bulk.wait_group 0;", "->", "Wait until this thread's closed groups of bulk stores have written.")
 bulk_wait_read = ordered("cp.async.bulk.wait_group.read 0;", "->", "Wait until they have read their source.")
+bulk_wait_read_but_one = ordered("cp.async.bulk.wait_group.read 1;", "->", "bulk_wait_read of all groups but the last one.")
 fence_proxy_async = ordered(
     "fence.proxy.async.shared::cta;",
     "->",

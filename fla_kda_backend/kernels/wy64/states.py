@@ -152,6 +152,18 @@ def store_state(address, value_half, kind: cutlass.Constexpr, v_first: cutlass.C
 
 
 @cute.jit
+def load_global_state(address, value_half, v_first: cutlass.Constexpr, state):
+    """state = one value half of the fp32 state at `address` in global memory."""
+    steps = const_expr(_steps("fp32", v_first))
+    for (part, row, column), first, second in _pairs(address + value_half * (HALF * steps[1]), *steps):
+        if const_expr(v_first):
+            pair = ptx.ldg_v2_f32(first)
+        else:
+            pair = (ptx.ldg_f32(first), ptx.ldg_f32(second))
+        state[part][row, column], state[part][row + 1, column] = pair
+
+
+@cute.jit
 def store_rounded(address, k: cutlass.Constexpr, words, v_first: cutlass.Constexpr):
     """Keys 16*k to 16*k + 31 of one value half of a bf16 state at `address` in global memory, 16 bytes per thread and store.
 
