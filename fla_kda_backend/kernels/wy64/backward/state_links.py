@@ -172,7 +172,7 @@ class StateWarps:
                 with cute.arch.elect_one():
                     self.cluster.free(shared.output.empty + output.stage)
         warpgroup.commit_group()
-        # This branch begins a basic block, and uses S as it is before the scaling. Without it ptxas scales between the products.
+        # This branch begins a basic block, and uses S unscaled: without it ptxas moves the scaling between the products.
         if c + 1 < links:
             if not ready:
                 self.fragments.keep_state()

@@ -35,14 +35,15 @@ No deadlock. Chain warps that wait for `full` of use n have arrived on `images` 
 images of a link are signalled before the wait for the K_end of the link after the next; the last link's of an item before the
 next item). With at least two stages that is what the writer waits for before it arrives for use n.
 
-Order. The chain warps write images by ordinary stores, then arrive (release); the writer waits (acquire), has a proxy fence, and
-has the copy engine read them. It waits until they are read, and arrives; the chain warps wait for that before they store
+Order. The chain warps write images by ordinary stores, then arrive (release); the writer waits (acquire), passes a proxy fence,
+and has the copy engine read them. It waits until they are read, and arrives; the chain warps wait for that before they store
 again.
 
 Other grids. All of a CTA's reads of records come after a wait for prepare. Each CTA lets the reverse chain start after such a
 wait, so that the reverse chain finds prepare's records complete; see launch.py.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -82,6 +83,23 @@ class StatesArguments(NamedTuple):
     def of(cls, a):
         """From the Arguments of the family's contract, which bear the same names."""
         return cls(**{name: getattr(a, name) for name in cls._fields})
+
+
+class StateTasks(Tasks):
+    """With stage "states" only sequences that go on past the launch are worked on: what is wanted are the states there."""
+
+    def __init__(self, variant, schedule, args, order):
+        super().__init__(variant, schedule, args, order)
+        self.states_alone = schedule.stage == "states"
+
+    @cute.jit
+    def item(self, task, entries):
+        item = Tasks.item(self, task, entries)
+        links = item.output_links
+        if const_expr(self.states_alone):
+            if item.ends:
+                links = Int32(0)
+        return replace(item, output_links=links)
 
 
 class RecordLoader(ChainLoader):
@@ -203,7 +221,7 @@ class ChainStates:
 
         shared = StateShared.allocate()
         workspace = Workspace(args.workspace, args.heads, args.slot_begin, args.slot_end)
-        tasks = Tasks(self.variant, self.schedule, args, shared.order)
+        tasks = StateTasks(self.variant, self.schedule, args, shared.order)
         cluster = Cluster(self.CHAIN_WARPS, evict_first=False)  # the reverse chain reads most of a record, too
         cta = Cta(self.variant, self.schedule, args, workspace, shared, tasks, cluster)
 
