@@ -183,6 +183,10 @@ class ChainWarps:
         warpgroup.fence()
         t.k_end_ds(first.stage, range(8))
         warpgroup.commit_group()
+        if self.args.heads < 0:
+            # Never. But ptxas does not move the scaling of the state over a use of the unscaled one; it would move it between
+            # the first two products.
+            states.store_carry(self.args.workspace, self.fragments.flat_s)
         if c + 1 < links:
             if not ready.first:
                 shared.first.wait_full(following)
@@ -198,10 +202,10 @@ class ChainWarps:
                 t.q_d_out(h, first.stage, second.stage, (k,))
             t.store_dv(dv.stage, k)
         warpgroup.commit_group()
-        if not ds_ready:
-            shared.ds.wait_empty(ds)
         warpgroup.wait_group(1)  # dV'
         t.round_v()
+        if not ds_ready:
+            shared.ds.wait_empty(ds)
         warpgroup.fence()
         for h in cutlass.range_constexpr(2):
             for k in cutlass.range_constexpr(4):

@@ -96,8 +96,8 @@ class OutputGradientLoader:
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
             item = self.tasks.item_now(turn)
             for link in cutlass.range(item.output_links, unroll=1):
+                ring.wait_empty(at)  # of the other warps' uses, too: a wait that leaves phases out could take one for another
                 if use % self.WARPS == self.number:
-                    ring.wait_empty(at)
                     self.load(item, item.first + item.output_links - 1 - link, at.stage)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(ring.full + at.stage)
