@@ -89,16 +89,20 @@ class Columns:
         """Decay of a whole band, of the lane's channel."""
         return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
 
+    def one(self):
+        """1, so that running products are made anew each time: ptxas would keep them in registers."""
+        return ptx.lds_f32(self.memory.table(Table.ONE))
+
     def running(self):
         """Decays from the band's start up to and with each token."""
-        r = [self.a[0]]
+        r = [ptx.mul(self.one(), self.a[0])]
         for i in range(1, TOKENS):
             r.append(ptx.mul(r[-1], self.a[i]))
         return r
 
     def following(self):
         """Decays from behind each token to the band's end."""
-        n = [Float32(1.0)]
+        n = [self.one()]
         for j in range(TOKENS - 1, 0, -1):
             n.append(ptx.mul(n[-1], self.a[j]))
         return n[::-1]

@@ -53,6 +53,7 @@ class Table(IntEnum):
     """Offsets in TABLES; fp32."""
 
     MBARRIERS = 0
+    ONE = 56  # a 1 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
     BAND = 256  # [4 bands][128]: decay of the whole band
     D_G = BAND  # later: sums of dG over the band
