@@ -1,0 +1,423 @@
+"""The column phase: everything with decays. A lane owns a channel and the 16 tokens of its warp's band.
+
+Accumulators come to this layout through the warp's patch of shared memory (`to_columns`). All decays are running products of
+a_i = 2^y_i over tokens on one side of what they join: r = a_0 .. a_i within the band, n = a_(j+1) .. a_15. Nothing is divided.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.backward.local.gates import GRADIENTS
+from fla_kda_backend.kernels.wy64.backward.local.loads import column_offset
+from fla_kda_backend.kernels.wy64.backward.local.memory import (
+    BLOCK,
+    DIAGONAL,
+    DIAGONAL_PITCH,
+    PATCH,
+    Part,
+    Place,
+    Sums,
+    Table,
+)
+from fla_kda_backend.kernels.wy64.backward.local.stores import store_column
+from fla_kda_backend.kernels.wy64.backward.local.tensors import block_address
+from fla_kda_backend.kernels.wy64.prepare.gates import GATES
+from fla_kda_backend.kernels.wy64.record import BANDS
+
+TOKENS = 16
+
+_shuffle_f32 = ptx.ordered("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "fr -> f", "The fp32 of lane XOR mask.")
+
+
+def row_sums(values, lane):
+    """Sums over the warp's lanes of 16 values; that of value lane / 2 comes to a lane."""
+    for mask in (16, 8, 4, 2):
+        half, side = len(values) // 2, lane & mask
+        kept = [ptx.less_f32(side, 1, values[i], values[i + half]) for i in range(half)]
+        sent = [ptx.less_f32(side, 1, values[i + half], values[i]) for i in range(half)]
+        values = [x + _shuffle_f32(y, Int32(mask)) for x, y in zip(kept, sent)]
+    return values[0] + _shuffle_f32(values[0], Int32(1))
+
+
+def round_pair(x, y):
+    """Two fp32 rounded to bf16, as fp32."""
+    return ptx.unpack_bf16x2(ptx.pack_bf16x2(x, y))
+
+
+class Columns:
+    """What a thread holds of a chunk. s_x: factor of what comes from X and dS'; scale: factor of what comes from dO."""
+
+    def __init__(self, variant, schedule, loads, args, memory, coord, rows, s_x):
+        self.variant, self.schedule, self.loads, self.args, self.memory = variant, schedule, loads, args, memory
+        self.coord, self.rows, self.s_x = coord, rows, s_x
+        self.rows_band = rows - TOKENS * coord.band
+        column = lambda: cute.make_rmem_tensor(TOKENS, Float32)  # noqa: E731
+        self.dq, self.kr, self.kc, self.dg, self.e = column(), column(), column(), column(), column()
+        patch = memory.base + Place.PATCHES + (coord.quarter * BANDS + coord.band) * PATCH
+        group, quad = coord.group, coord.quad
+        self.patch_acc = patch + group * 128 + (((quad >> 1) ^ ((group & 3) << 1)) << 4) + (quad & 1) * 8
+        self.patch_column = patch + coord.lane * 4
+        self.column = column_offset(coord)
+
+    # ---- small things
+    def four(self, table, i):
+        """Rows i to i + 3 of the band in a table of the chunk's rows."""
+        return ptx.lds_v4_f32(self.memory.table(table) + self.coord.band * 64 + i * 4)
+
+    def scales(self, table, i):
+        """1 / norm of four rows."""
+        return self.four(table, i) if self.variant.l2norm else [None] * 4
+
+    def hat(self, words, i, scale):
+        """q^ or k^ of token i from the packed words; scale: of this row."""
+        x = ptx.unpack_bf16x2(words[i // 2])[i % 2]
+        return x if scale is None else ptx.mul(x, scale)
+
+    def hats(self, words, table):
+        """All 16."""
+        found = []
+        for i in range(0, TOKENS, 4):
+            found += [self.hat(words, i + e, s) for e, s in enumerate(self.scales(table, i))]
+        return found
+
+    def betas(self):
+        return [b for i in range(0, TOKENS, 4) for b in self.four(Table.BETA, i)]
+
+    def band_decay(self, band):
+        """Decay of a whole band, of the lane's channel."""
+        return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
+
+    def one(self):
+        """1, so that running products are made anew each time: ptxas would keep them in registers."""
+        return ptx.lds_f32(self.memory.table(Table.ONE))
+
+    def running(self):
+        """Decays from the band's start up to and with each token."""
+        r = [ptx.mul(self.one(), self.a[0])]
+        for i in range(1, TOKENS):
+            r.append(ptx.mul(r[-1], self.a[i]))
+        return r
+
+    def following(self):
+        """Decays from behind each token to the band's end."""
+        n = [self.one()]
+        for j in range(TOKENS - 1, 0, -1):
+            n.append(ptx.mul(n[-1], self.a[j]))
+        return n[::-1]
+
+    @cute.jit
+    def to_columns(self, acc):
+        """Bring 16 accumulators of the warp's rows and channels into its patch, for `from_patch`."""
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(4):
+            for r in cutlass.range_constexpr(2):
+                ptx.sts_v2_f32((self.patch_acc ^ (i << 5)) + r * 1024, acc[4 * i + 2 * r], acc[4 * i + 2 * r + 1])
+        cute.arch.sync_warp()
+
+    def from_patch(self, i):
+        """Token i of what `to_columns` left."""
+        return ptx.lds_f32((self.patch_column ^ ((i & 3) << 5)) + i * 128)
+
+    # ---- decays and images, from g, q and k
+    def load(self, gate_scale, a_log, bias):
+        """a, q and k of the lane's tokens; then the images of q and k, and the band's decay."""
+        gate = GATES[self.variant.gate](1.0)
+        rate = None
+        gate_bias = None
+        if gate.has_tables:
+            rate, (gate_bias,) = gate.tables(a_log, [bias])
+        constant = gate.constant(gate_scale)
+        g = self.loads.g_column(self.args, self.memory, self.coord)
+        self.a = []
+        for i in range(0, TOKENS, 2):
+            y = gate.log2_decay(g[i : i + 2], rate, gate_bias, constant)
+            self.a += [ptx.less_f32(i + e, self.rows_band, ptx.ex2(y[e]), 1.0) for e in range(2)]
+        self.q, self.k = (self.load_words(self.memory.base + place + self.column) for place in (Place.Q, Place.K))
+
+    def load_words(self, at):
+        """Pairs of tokens of the lane's channel; zeros past the end."""
+        words = []
+        for i in range(0, TOKENS, 2):
+            x, y = (ptx.lds_b16((at ^ (((i + e) & 7) << 4)) + (i + e) * 128) for e in range(2))
+            words.append(ptx.less_b32(i, self.rows_band, x, 0) | ptx.less_b32(i + 1, self.rows_band, y << 16, 0))
+        return words
+
+    def write_images(self):
+        """q_row, k_row and k_next over q, k and g: all of the tile that this warp alone has read."""
+        cute.arch.sync_warp()
+        r, n = self.running(), self.following()
+        base = self.memory.base + self.column
+        for i in range(0, TOKENS, 4):
+            q_scale, k_scale, beta = self.scales(Table.RSTD, i), self.scales(Table.RSTD + 256, i), self.four(Table.BETA, i)
+            for e in range(4):
+                t = i + e
+                q, k = self.hat(self.q, t, q_scale[e]), self.hat(self.k, t, k_scale[e])
+                word = ptx.pack_bf16x2(ptx.mul(q, r[t]), ptx.mul(ptx.mul(beta[e], k), r[t]))
+                at = (base ^ ((t & 7) << 4)) + t * 128
+                ptx.sts_b16(at + Place.Q, word)
+                ptx.sts_b16(at + Place.K, word >> 16)
+                ptx.sts_b16(at + Place.K_NEXT, ptx.pack_bf16x2(ptx.mul(k, n[t]), Float32(0.0)))
+        at = self.memory.table(Table.BAND) + self.coord.band * 512 + self.coord.channel * 4
+        ptx.sts_f32(at, r[-1])
+
+    def find_band_decays(self):
+        """Decays of all bands before this one, of all bands behind it; and what the last state adds to every dlog."""
+        before, behind, whole = Float32(1.0), Float32(1.0), Float32(1.0)
+        for b in range(BANDS):
+            t = self.band_decay(b)
+            before = ptx.mul(before, ptx.less_f32(b, self.coord.band, t, 1.0))
+            behind = ptx.mul(behind, ptx.less_f32(self.coord.band, b, t, 1.0))
+            whole = ptx.mul(whole, t)
+        c0 = Float32(0.0)
+        for part in range(4):
+            c0 = c0 + ptx.lds_f32(self.memory.table(Table.C0) + part * 512 + self.coord.channel * 4)
+        self.before, self.behind, self.from_state = before, behind, whole * c0 * self.s_x
+
+    # ---- products with the states, in the patch
+    def add_d_q(self):
+        """dQ_: dq = r before scale dQ_, and its part of dG."""
+        r, q = self.running(), self.hats(self.q, Table.RSTD)
+        factor = self.before * self.args.scale
+        for i in range(TOKENS):
+            x = r[i] * factor * self.from_patch(i)
+            self.dq[i] = x
+            self.dg[i] = q[i] * x
+
+    def add_x_w(self):
+        """X S^T: kr = -r before s_x (X S^T)."""
+        r, k, beta = self.running(), self.hats(self.k, Table.RSTD + 256), self.betas()
+        factor = Float32(0.0) - self.before * self.s_x
+        for i in range(TOKENS):
+            x = r[i] * factor * self.from_patch(i)
+            self.kr[i] = x
+            self.dg[i] = self.dg[i] + ptx.mul(beta[i], k[i]) * x
+
+    def add_d_k_end(self):
+        """dKe: kc += n behind s_x dKe; e."""
+        n, k = self.following(), self.hats(self.k, Table.RSTD + 256)
+        factor = self.behind * self.s_x
+        for i in range(TOKENS):
+            x = n[i] * factor * self.from_patch(i)
+            self.kc[i] = self.kc[i] + x
+            self.e[i] = k[i] * x
+
+    # ---- between bands
+    def tile_address(self, place, band):
+        """ldmatrix address of the first 16 of the warp's channels in a band; that of the others with bit 5 flipped."""
+        lane, quarter = self.coord.lane, self.coord.quarter
+        piece = 4 * (quarter & 1) + (lane >> 4)
+        return self.memory.base + place + (quarter >> 1) * 8192 + (16 * band + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4)
+
+    @cute.jit
+    def sum_over_bands_before(self, y, part: cutlass.Constexpr):
+        """y = sum over bands c before of P[b, c] kcol(b)[c], P = dA or dM."""
+        coord = self.coord
+        f = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            f[i] = Float32(1.0)
+        for i in cutlass.range_constexpr(16):
+            y[i] = Float32(0.0)
+        for step in cutlass.range(coord.band, unroll=1):
+            c = coord.band - 1 - step
+            number = coord.band * (coord.band - 1) // 2 + c
+            p = ptx.ldmatrix_x4(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
+            at = self.tile_address(Place.K_NEXT, c)
+            for kk in cutlass.range_constexpr(2):
+                words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
+                for n in cutlass.range_constexpr(2):
+                    b = []
+                    for word in words[2 * n : 2 * n + 2]:
+                        x0, x1 = ptx.unpack_bf16x2(word)
+                        b.append(ptx.pack_bf16x2(ptx.mul(x0, f[2 * kk + n]), ptx.mul(x1, f[2 * kk + n])))
+                    o = 8 * kk + 4 * n
+                    sums = ptx.mma_bf16(p, b, [y[o + e] for e in range(4)])
+                    for e in cutlass.range_constexpr(4):
+                        y[o + e] = sums[e]
+            t_at = self.memory.table(Table.BAND) + c * 512 + coord.quarter * 128 + coord.group * 4
+            for i in cutlass.range_constexpr(4):
+                f[i] = ptx.mul(f[i], ptx.lds_f32(t_at + i * 32))
+
+    def add_y(self, words, table, target, beta):
+        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. beta: None, or of the rows."""
+        r, x = self.running(), self.hats(words, table)
+        for i in range(0, TOKENS, 2):
+            pair = [ptx.mul(x[i + e] if beta is None else ptx.mul(beta[i + e], x[i + e]), r[i + e]) for e in range(2)]
+            for e, operand in enumerate(round_pair(*pair)):
+                y = self.from_patch(i + e)
+                target[i + e] = target[i + e] + r[i + e] * y
+                self.dg[i + e] = self.dg[i + e] + operand * y
+
+    @cute.jit
+    def add_rows_between(self):
+        """Y_q and Y_k."""
+        if self.coord.band > 0:
+            y = cute.make_rmem_tensor(16, Float32)
+            self.sum_over_bands_before(y, int(Part.D_A))
+            self.to_columns(y)
+            self.add_y(self.q, Table.RSTD, self.dq, None)
+            self.sum_over_bands_before(y, int(Part.D_M))
+            self.to_columns(y)
+            self.add_y(self.k, Table.RSTD + 256, self.kr, self.betas())
+
+    @cute.jit
+    def add_columns_between(self):
+        """kc = sum over bands b behind of n between Y_c(b); its part of dG, less what `add_in_band` takes off for all of kc."""
+        coord = self.coord
+        f = cute.make_rmem_tensor(1, Float32)
+        f[0] = Float32(1.0)
+        for i in cutlass.range_constexpr(TOKENS):
+            self.kc[i] = Float32(0.0)
+        for b in cutlass.range(coord.band + 1, BANDS, unroll=1):
+            y = cute.make_rmem_tensor(16, Float32)
+            for i in cutlass.range_constexpr(16):
+                y[i] = Float32(0.0)
+            number = b * (b - 1) // 2 + coord.band
+            for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
+                w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
+                p = [w[0], w[2], w[1], w[3]]
+                at = self.tile_address(place, b)
+                for kk in cutlass.range_constexpr(2):
+                    words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
+                    for n in cutlass.range_constexpr(2):
+                        o = 8 * kk + 4 * n
+                        sums = ptx.mma_bf16(p, words[2 * n : 2 * n + 2], [y[o + e] for e in range(4)])
+                        for e in cutlass.range_constexpr(4):
+                            y[o + e] = sums[e]
+            self.to_columns(y)
+            self._add_y_c(f[0])
+            f[0] = ptx.mul(f[0], self.band_decay(b))
+
+    def _add_y_c(self, f):
+        n, k = self.following(), self.hats(self.k, Table.RSTD + 256)
+        for i in range(0, TOKENS, 2):
+            operands = round_pair(*(ptx.mul(k[i + e], n[i + e]) for e in range(2)))  # k_next
+            operands = round_pair(*(ptx.mul(x, f) for x in operands))
+            for e, operand in enumerate(operands):
+                y = self.from_patch(i + e)
+                exact = n[i + e] * f
+                self.kc[i + e] = self.kc[i + e] + exact * y
+                self.dg[i + e] = self.dg[i + e] + (k[i + e] * exact - operand) * y
+
+    # ---- inside the band
+    def add_in_band(self):
+        """All pairs j < i of the band, in fp32; then the diagonal, the sums for dbeta, and dk but for dKe, in kc."""
+        coord, a = self.coord, self.a
+        at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
+        k = self.hats(self.k, Table.RSTD + 256)
+        for i in range(TOKENS):
+            if i % 4 == 0:
+                q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
+            q, bk = self.hat(self.q, i, q_scale[i % 4]), ptx.mul(beta[i % 4], k[i])
+            pairs, f = {}, a[i]
+            dq = dk = Float32(0.0)
+            for j in range(i - 1, -1, -1):
+                if j // 2 not in pairs:
+                    pairs = {j // 2: ptx.lds_v4_f32(at + i * DIAGONAL_PITCH + j // 2 * 16)}
+                d_a, d_m = pairs[j // 2][2 * (j % 2) : 2 * (j % 2) + 2]
+                fk = f * k[j]
+                dq = ptx.fma(d_a, fk, dq)
+                dk = ptx.fma(d_m, fk, dk)
+                self.kc[j] = ptx.fma(f, ptx.fma(d_m, bk, d_a * q), self.kc[j])
+                if j > 0:
+                    f = ptx.mul(f, a[j])
+            if i > 0:
+                self.dq[i] = self.dq[i] + dq
+                self.kr[i] = self.kr[i] + dk
+                self.dg[i] = ptx.fma(q, dq, ptx.fma(bk, dk, self.dg[i]))
+        for i in range(TOKENS):
+            self.dg[i] = self.dg[i] - k[i] * self.kc[i]
+        total = row_sums([k[i] * self.kr[i] for i in range(TOKENS)], coord.lane)
+        self.store_row_sum(Table.DOT_BETA, total)
+        for i in range(TOKENS):
+            if i % 4 == 0:
+                q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
+            diagonal = ptx.lds_f32(at + i * DIAGONAL_PITCH + i * 8)
+            self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
+            self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
+
+    def store_row_sum(self, table, total):
+        """What row_sums returned, to the quarter's part of a table."""
+        at = self.memory.table(table) + self.coord.quarter * 256 + self.coord.band * 64
+        ptx.sts_f32(at + (self.coord.lane >> 1) * 4, total)
+
+    # ---- sums that other warps need
+    def share_sums(self):
+        """Sums of dG and e over the band; dq . q and dk . k."""
+        at = self.memory.base + Place.TABLES + self.coord.band * 512 + self.coord.channel * 4
+        for table, values in ((Table.D_G, self.dg), (Table.E, self.e)):
+            total = values[0]
+            for i in range(1, TOKENS):
+                total = total + values[i]
+            ptx.sts_f32(at + table, total)
+        if self.variant.l2norm and not self.schedule.grouped:
+            for table, gradient, words, norms in (
+                (Table.DOT_Q, self.dq, self.q, Table.RSTD),
+                (Table.DOT_K, self.kc, self.k, Table.RSTD + 256),
+            ):
+                x = self.hats(words, norms)
+                self.store_row_sum(table, row_sums([gradient[i] * x[i] for i in range(TOKENS)], self.coord.lane))
+
+    # ---- results
+    @cute.jit
+    def store_q_and_k(self, token, head):
+        """dq and dk: through the normalisation, or as they are for the host to add up over heads."""
+        for out, gradient, words, norms, dots in (
+            (self.args.dq, self.dq, self.q, Table.RSTD, Table.DOT_Q),
+            (self.args.dk, self.kc, self.k, Table.RSTD + 256, Table.DOT_K),
+        ):
+            if out != 0:
+                self._store_q_or_k(out, gradient, words, norms, dots, token, head)
+
+    def _store_q_or_k(self, out, gradient, words, norms, dots, token, head):
+        dtype, values = "fp32", [gradient[i] for i in range(TOKENS)]
+        if not self.schedule.grouped:
+            dtype = "bf16"
+            if self.variant.l2norm:
+                for i in range(0, TOKENS, 4):
+                    parts = [self.four(dots + 256 * quarter, i) for quarter in range(4)]
+                    for e, scale in enumerate(self.four(norms, i)):
+                        dot = (parts[0][e] + parts[1][e]) + (parts[2][e] + parts[3][e])
+                        x = self.hat(words, i + e, scale)
+                        values[i + e] = (values[i + e] - dot * x) * scale
+        self.store_values(out, values, dtype, token, head)
+
+    def store_values(self, out, values, dtype, token, head):
+        """16 tokens of the lane's channel of a gradient [tokens, heads, 128]."""
+        size = 4 if dtype == "fp32" else 2
+        pitch = Int64(self.args.heads) * (128 * size)
+        row = Int64(token + TOKENS * self.coord.band) * self.args.heads + head
+        at = out + row * (128 * size) + Int64(self.coord.channel * size)
+        store_column(at, pitch, values, dtype, self.rows_band)
+
+    def store_gate(self, g, a_log, bias, token, head):
+        """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to SUMS."""
+        coord = self.coord
+        run, prefix = self.from_state, Float32(0.0)
+        at = self.memory.base + Place.TABLES + coord.channel * 4
+        for b in range(BANDS):
+            run = run + ptx.less_f32(coord.band, b, ptx.lds_f32(at + Table.D_G + b * 512), 0.0)
+            prefix = prefix + ptx.less_f32(b, coord.band, ptx.lds_f32(at + Table.E + b * 512), 0.0)
+        d = [None] * TOKENS
+        for i in range(TOKENS - 1, -1, -1):
+            run = run + self.dg[i]
+            d[i] = run
+        gradient = GRADIENTS[self.variant.gate](bias, a_log, self.args.gate_scale)
+        bias_sum, a_log_sum = Float32(0.0), Float32(0.0)
+        for i in range(TOKENS):
+            d[i], d_a_log = gradient(g[i], d[i] + prefix)
+            prefix = prefix + self.e[i]
+            bias_sum = bias_sum + ptx.less_f32(i, self.rows_band, d[i], 0.0)
+            a_log_sum = a_log_sum + ptx.less_f32(i, self.rows_band, d_a_log, 0.0)
+        self.store_if_wanted(self.args.dg, d, self.variant.gate_dtype, token, head)
+        at = self.memory.base + Place.PATCHES + coord.band * 512 + coord.channel * 4
+        if self.variant.dt_bias is not None:
+            ptx.sts_f32(at + Sums.BIAS, bias_sum)
+        if self.variant.a_log is not None:
+            ptx.sts_f32(at + Sums.A_LOG, a_log_sum)
+
+    @cute.jit
+    def store_if_wanted(self, out, values, dtype: cutlass.Constexpr, token, head):
+        if out != 0:
+            self.store_values(out, values, dtype, token, head)

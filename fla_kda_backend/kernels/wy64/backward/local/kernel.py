@@ -1,0 +1,338 @@
+"""The local gradients of a chunk and value head: everything of the backward pass that neither chain computes.
+
+Given S, V', dS', dV' (the local record), T and N (likewise), dO and the inputs, with the notation of prepare/kernel.py; i, j
+tokens; b, c bands; p[b] = 2^t[b] the decay of band b; "between" the product of the p of the bands strictly between two bands;
+r_i = 2^l_i, n_j = 2^(t[b] - l_j) within the token's band b; "before", "behind" the products of the p of the bands before and
+behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normalised (dS' and dV' are divided by it then).
+
+    X     = T^T dV'                                       WGMMA; T in bf16 from its diagonal blocks and N
+    dv    = beta s_x X
+    dA    = s dO V'^T, j <= i                             WGMMA
+    dM    = -s_x X V'^T, j < i
+    dQ_   = dO S^T      X_w = -X S^T      dKe = V' dS'^T  WGMMA
+    C0    = row sums of S * dS'                           CUDA cores
+    q_row = bf16(q^ r)     k_row = bf16(beta k^ r)     k_next = bf16(k^ n)     kcol(b) = bf16(k_next between)
+    between bands (mma.sync; dA, dM in bf16):
+    Y_q   = sum over c < b of dA[b,c] kcol(b)[c]          Y_k = the same of dM
+    Y_c(b') = dA[b',b]^T q_row[b'] + dM[b',b]^T k_row[b'] for each b' > b
+    inside a band, fp32, f = 2^(G_i - G_j), pairs j < i:
+    dq_i += dA_ij f k_j      kr_i += dM_ij f k_j      kc_j += f (dA_ij q_i + dM_ij beta_i k_i)
+    and so
+    dq    = r (before s dQ_ + Y_q) + inside + dA_ii k_i
+    kr    = r (before s_x X_w + Y_k) + inside
+    kc    = n (sum over b' of between Y_c(b') + behind s_x dKe) + inside
+    dk    = beta kr + kc + dA_ii q_i
+    dbeta = s_x X . v + k . kr
+    dG    = q r before s dQ_ + beta k r before s_x X_w + q_row Y_q + k_row Y_k - sum over b' of kcol(b') Y_c(b')
+            + inside: q dq + beta k kr - k kc             without the diagonal
+    e     = k n behind s_x dKe
+    d_i   = sum over j >= i of dG_j + D C0 s_x + sum over j < i of e_j      the gradient of the natural log decay
+    then the gradients of the gate, of beta's form and of the normalisation (gates.py, columns.py)
+
+Products between bands enter dG with the very operands that were multiplied, so that the sum of row terms equals that of column
+terms to fp32: each pair of tokens both at or after i has to vanish from d_i. Decays are running products of factors at most 1.
+
+Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are zero there.
+
+Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of the
+band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per SM
+works through the pairs block, block + blocks, ...; the last slots go first.
+
+Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
+
+    step   warpgroups 0, 1                    2, 3
+    1      X over dV', dv, X . v              1 / norms; beta; zero dO past the end; find the next pair
+    ------------------------------------------------------------------------------------------------------
+    2      dA, dM; a, q, k into registers; images over q, k, g; C0
+    ------------------------------------------------------------------------------------------------------
+    3      dQ_, X_w; products between bands
+    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO, q, k, g
+    4      inside the bands; dKe; sums
+    ------------------------------------------------------------------------------------------------------   dS', V', v
+    5      dq, dk, dg, dbeta
+    ------------------------------------------------------------------------------------------------------
+    6      sums for dt_bias and A_log
+
+Where g is fp32 it lies in the patches and comes after step 6. Step 5 reads g once more, from global memory.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.backward.local.columns import Columns
+from fla_kda_backend.kernels.wy64.backward.local.gates import BETA_GRADIENTS
+from fla_kda_backend.kernels.wy64.backward.local.loads import Loads, LocalArguments
+from fla_kda_backend.kernels.wy64.backward.local.memory import (
+    SMEM_BYTES,
+    THREADS,
+    Coord,
+    Full,
+    Info,
+    Memory,
+    Place,
+    Sums,
+    Table,
+)
+from fla_kda_backend.kernels.wy64.backward.local.stores import clear_rows, store_one
+from fla_kda_backend.kernels.wy64.backward.local.tensors import Tensors
+from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
+from fla_kda_backend.kernels.wy64.record import CHUNK, HEAD_DIM
+
+BYTES = {"bf16": 2, "fp32": 4}
+
+
+class LocalGradients:
+    """The kernel of a Variant under a Schedule."""
+
+    smem_bytes = SMEM_BYTES
+
+    def __init__(self, variant, schedule):
+        self.variant, self.schedule = variant, schedule
+        self.loads = Loads(variant)
+
+    @cute.jit
+    def __call__(self, a, stream):
+        """Launch over slots [slot_begin, slot_end) and all heads; a: the contract's Arguments."""
+        tokens = a.seq_len
+        if const_expr(self.variant.cu_seqlens is None):
+            tokens = a.seq_len * a.num_seqs
+        tensor_map = self.loads.tiles.tensor_map
+        q_map, _ = tensor_map(Tensor.Q, a.q, a.q_token, a.q_head, tokens, a.qk_heads)
+        k_map, _ = tensor_map(Tensor.K, a.k, a.k_token, a.k_head, tokens, a.qk_heads)
+        v_map, coordinates = tensor_map(Tensor.V, a.v, a.v_token, a.v_head, tokens, a.heads)
+        g_map, g_coordinates = tensor_map(Tensor.G, a.g, a.g_token, a.g_head, tokens, a.heads)
+        d_out_map, _ = tensor_map(Tensor.V, a.d_out, a.d_out_token, a.d_out_head, tokens, a.heads)
+        slots = a.slot_end - a.slot_begin
+        self.kernel(
+            LocalArguments(
+                q_map=q_map,
+                k_map=k_map,
+                v_map=v_map,
+                g_map=g_map,
+                d_out_map=d_out_map,
+                coordinates=coordinates,
+                g_coordinates=g_coordinates,
+                g=a.g,
+                g_token=a.g_token,
+                g_head=a.g_head,
+                beta=a.beta,
+                beta_token=a.beta_token,
+                beta_head=a.beta_head,
+                a_log=a.a_log,
+                dt_bias=a.dt_bias,
+                cu_seqlens=a.cu_seqlens,
+                workspace=a.workspace,
+                dq=a.dq,
+                dk=a.dk,
+                dv=a.dv,
+                dg=a.dg,
+                dbeta=a.dbeta,
+                d_bias_sums=a.d_bias_sums,
+                d_a_log_sums=a.d_a_log_sums,
+                scale=a.scale,
+                gate_scale=a.gate_scale,
+                seq_len=a.seq_len,
+                num_seqs=a.num_seqs,
+                heads=a.heads,
+                heads_per_qk_head=a.heads // a.qk_heads,
+                slot_begin=a.slot_begin,
+                slots=slots,
+            )
+        ).launch(
+            grid=[cutlass.min(slots * a.heads, Int32(self.schedule.max_ctas)), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, args: LocalArguments):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tid >> 5)
+        coord = Coord(tid=tid, warp=warp, quarter=warp >> 2, band=warp & 3, lane=tid & 31)
+        allocator = SmemAllocator()
+        pointer = allocator.allocate_array(BFloat16, SMEM_BYTES // 2, byte_alignment=1024)
+        tables = pointer + (Place.TABLES + Table.MBARRIERS) // 2
+        memory = Memory(pointer=pointer, mbarriers=cute.recast_ptr(tables, dtype=Int64), base=pointer.toint())
+        n = Int32(0)
+        if warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(len(Full)):
+                    cute.arch.mbarrier_init(memory.mbarriers + i, 1)
+            cute.arch.mbarrier_init_fence()
+            ptx.sts_f32(memory.table(Table.ONE), Float32(1.0))
+            block, _, _ = cute.arch.block_idx()
+            self.loads.find(args, memory, n, block)
+            cute.arch.sync_warp()
+            self.loads.load_early(args, memory, n)
+            self.loads.load_rows(args, memory, n)
+            self.loads.load_late(args, memory, n)
+            if const_expr(self.loads.wide_gate):
+                self.loads.load_gate(args, memory, n)
+        if const_expr(self.variant.cu_seqlens is not None):
+            self.clear_outside(args, tid)
+        cute.arch.sync_threads()
+        rows = memory.info(n, Info.ROWS)
+        while rows > 0:
+            self.chunk(args, memory, coord, n, rows)
+            n += 1
+            rows = memory.info(n, Info.ROWS)
+
+    @cute.jit
+    def clear_outside(self, args, tid):
+        """Zero this CTA's part of the gradients' rows that no sequence covers."""
+        first, end = sequences.span(args.num_seqs, args.cu_seqlens, self.variant.cu_seqlens)
+        if first > 0 or end < args.seq_len:
+            block, _, _ = cute.arch.block_idx()
+            grid, _, _ = cute.arch.grid_dim()
+            qk_bytes = HEAD_DIM * (4 if self.schedule.grouped else 2)
+            for number in cutlass.range(block, args.slots * args.heads, grid, unroll=1):
+                slot = number // args.heads
+                row, head = (args.slot_begin + slot) * CHUNK, number - slot * args.heads
+                for out, size in (
+                    (args.dq, qk_bytes),
+                    (args.dk, qk_bytes),
+                    (args.dv, HEAD_DIM * 2),
+                    (args.dg, HEAD_DIM * BYTES[self.variant.gate_dtype]),
+                    (args.dbeta, BYTES[self.variant.beta_dtype]),
+                ):
+                    clear_rows(out, size, row, CHUNK, first, end, args.seq_len, head, args.heads, tid, THREADS)
+
+    # ---- one chunk
+    @cute.jit
+    def chunk(self, args, memory, coord, n, rows):
+        """The gradients of the CTA's pair number n. rows: from its first row to the sequence's end."""
+        parity = n & 1
+        full = lambda which: memory.mbarriers + int(which)  # noqa: E731
+        head, token = memory.info(n, Info.HEAD), memory.info(n, Info.TOKEN)
+        s_x = Float32(1.0) if self.variant.l2norm else args.scale
+        tensors = Tensors(self.loads, memory, coord)
+        # step 1
+        cute.arch.mbarrier_wait(full(Full.EARLY), parity)
+        tensors.find_x(args, token, rows, head, s_x, full(Full.LATE), parity)
+        if coord.quarter >= 2:
+            self.finish_inputs(args, memory, coord, n, rows, token, head, full(Full.ROWS), parity)
+        ptx.fence_proxy_async()  # X and zeros of dO before the products
+        cute.arch.sync_threads()
+        # step 2
+        cute.arch.mbarrier_wait(full(Full.LATE), parity)
+        cute.arch.mbarrier_wait(full(Full.ROWS), parity)
+        if const_expr(self.loads.wide_gate):
+            cute.arch.mbarrier_wait(full(Full.GATE), parity)
+        acc = tensors.accumulator()
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(16))
+        tensors.start_d_a_or_d_m(acc)
+        a_log, bias = self.loads.parameters(args, head, coord.channel)
+        columns = Columns(self.variant, self.schedule, self.loads, args, memory, coord, rows, s_x)
+        columns.load(args.gate_scale, a_log, bias)
+        tensors.sum_s_ds()
+        warpgroup.wait_group(0)
+        tensors.store_blocks(acc, args.scale, s_x)
+        columns.write_images()
+        cute.arch.sync_threads()
+        # step 3
+        tensors.start_d_q(acc)
+        columns.find_band_decays()
+        warpgroup.wait_group(0)
+        columns.to_columns(flat)
+        tensors.start_x_s(acc)
+        columns.add_d_q()
+        warpgroup.wait_group(0)
+        columns.to_columns(flat)
+        columns.add_x_w()
+        columns.add_rows_between()
+        columns.add_columns_between()
+        ptx.fence_proxy_async()  # what was read and written of them before the next chunk's copies
+        cute.arch.sync_threads()
+        if coord.warp == 0:
+            self.loads.load_early(args, memory, n + 1)
+            self.loads.load_rows(args, memory, n + 1)
+        # step 4
+        columns.add_in_band()
+        tensors.start_d_k_end(acc)
+        warpgroup.wait_group(0)
+        columns.to_columns(flat)
+        columns.add_d_k_end()
+        g = self.loads.g_again(args, coord, token, rows, head)
+        columns.share_sums()
+        ptx.fence_proxy_async()
+        cute.arch.sync_threads()
+        if coord.warp == 0:
+            self.loads.load_late(args, memory, n + 1)
+        # step 5
+        columns.store_q_and_k(token, head)
+        columns.store_gate(g, a_log, bias, token, head)
+        self.store_beta(args, memory, coord, rows, token, head)
+        if const_expr(self.loads.wide_gate):
+            ptx.fence_proxy_async()
+        cute.arch.sync_threads()
+        # step 6
+        self.store_sums(args, memory, coord, n)
+        if const_expr(self.loads.wide_gate):
+            ptx.fence_proxy_async()
+            cute.arch.sync_threads()
+            if coord.warp == 0:
+                self.loads.load_gate(args, memory, n + 1)
+
+    @cute.jit
+    def finish_inputs(self, args, memory, coord, n, rows, token, head, full_rows, parity):
+        """Step 1 of warpgroups 2 and 3."""
+        if coord.warp == 15:
+            grid, _, _ = cute.arch.grid_dim()
+            self.loads.find(args, memory, n + 1, memory.info(n, Info.NUMBER) + grid)
+        tid = coord.tid & 255
+        if rows < CHUNK:
+            for i in cutlass.range_constexpr(4):
+                piece = tid + 256 * i  # of 1024: 2 halves of 64 rows of 8 pieces
+                if ((piece >> 3) & 63) >= rows:
+                    ptx.sts_v4_b32(memory.base + Place.D_OUT + piece * 16, [Int32(0)] * 4)
+        if tid < CHUNK:
+            ptx.sts_f32(memory.table(Table.BETA) + tid * 4, self.loads.beta(args, token, tid, rows, head))
+        cute.arch.mbarrier_wait(full_rows, parity)
+        if const_expr(self.variant.l2norm):
+            row, quad = tid >> 2, coord.quad
+            for place, table in ((Place.Q, Table.RSTD), (Place.K, Table.RSTD + 256)):
+                total = Float32(0.0)
+                for i in cutlass.range_constexpr(4):
+                    piece = quad + 4 * (i & 1)
+                    at = memory.base + place + (i >> 1) * 8192 + row * 128 + ((piece ^ (row & 7)) << 4)
+                    for word in ptx.lds_v4_b32(at):
+                        x, y = ptx.unpack_bf16x2(word)
+                        total = ptx.fma(y, y, ptx.fma(x, x, total))
+                for mask in (1, 2):
+                    total = total + ptx.as_f32(ptx.shuffle_xor(_bits(total), mask))
+                total = ptx.less_f32(row, rows, total, 1.0)
+                ptx.sts_f32(memory.table(table) + row * 4, ptx.rsqrt(total + Float32(1e-6)))
+
+    @cute.jit
+    def store_beta(self, args, memory, coord, rows, token, head):
+        """dbeta."""
+        tid, dtype = coord.tid, self.variant.beta_dtype
+        if args.dbeta != 0 and tid < CHUNK:
+            x = [ptx.lds_f32(memory.table(Table.X_V) + 256 * i + tid * 4) for i in range(2)]
+            y = [ptx.lds_f32(memory.table(Table.DOT_BETA) + 256 * i + tid * 4) for i in range(4)]
+            d = (x[0] + x[1]) + ((y[0] + y[1]) + (y[2] + y[3]))
+            beta = ptx.lds_f32(memory.table(Table.BETA) + tid * 4)
+            at = args.dbeta + (Int64(token + tid) * args.heads + head) * BYTES[dtype]
+            store_one(at, BETA_GRADIENTS[self.variant.beta](d, beta), dtype, tid, rows)
+
+    @cute.jit
+    def store_sums(self, args, memory, coord, n):
+        """The chunk's sums for dt_bias, by threads 0 to 127, and for A_log, by threads 128 to 255."""
+        row = (Int64(args.slot_begin + memory.info(n, Info.SLOT)) * args.heads + memory.info(n, Info.HEAD)) * (HEAD_DIM * 4)
+        for which, (out, sums, parameter) in enumerate(
+            ((args.d_bias_sums, Sums.BIAS, self.variant.dt_bias), (args.d_a_log_sums, Sums.A_LOG, self.variant.a_log))
+        ):
+            if const_expr(parameter is not None):
+                channel = coord.tid - HEAD_DIM * which
+                if out != 0 and channel >= 0 and channel < HEAD_DIM:
+                    at = memory.base + Place.PATCHES + sums + channel * 4
+                    x = [ptx.lds_f32(at + 512 * b) for b in range(4)]
+                    ptx.stg_f32(out + row + Int64(channel * 4), (x[0] + x[1]) + (x[2] + x[3]))
+
+
+_bits = ptx.pure("mov.b32 $0, $1;", "f -> r", "The bits of an fp32.")

@@ -1,0 +1,212 @@
+"""Which (slot, head) pairs a CTA works on, and how their inputs come into shared memory."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.backward.local.memory import INFO_BYTES, TILE_BYTES, Full, Info, Place, Table
+from fla_kda_backend.kernels.wy64.backward.record import N_BYTES, STATE_HALF_BYTES, T_BYTES, V_HALF_BYTES
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record
+from fla_kda_backend.kernels.wy64.prepare.gates import BETAS
+from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
+from fla_kda_backend.kernels.wy64.prepare.tiles import Tiles
+from fla_kda_backend.kernels.wy64.record import CHUNK, HEAD_DIM, LOG2_CHUNK
+
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+
+
+class LocalArguments(NamedTuple):
+    """The kernel's parameters, in their order. Addresses and strides are Int64, strides in elements."""
+
+    q_map: cute.CopyAtom  # as prepare's
+    k_map: cute.CopyAtom
+    v_map: cute.CopyAtom
+    g_map: cute.CopyAtom
+    d_out_map: cute.CopyAtom
+    coordinates: cute.Tensor  # of q, k, v, d_out
+    g_coordinates: cute.Tensor
+    g: Int64
+    g_token: Int64
+    g_head: Int64
+    beta: Int64
+    beta_token: Int64
+    beta_head: Int64
+    a_log: Int64
+    dt_bias: Int64
+    cu_seqlens: Int64
+    workspace: Int64
+    dq: Int64
+    dk: Int64
+    dv: Int64
+    dg: Int64
+    dbeta: Int64
+    d_bias_sums: Int64
+    d_a_log_sums: Int64
+    scale: Float32
+    gate_scale: Float32
+    seq_len: Int32
+    num_seqs: Int32
+    heads: Int32
+    heads_per_qk_head: Int32
+    slot_begin: Int32
+    slots: Int32
+
+
+def read(address, index, dtype):
+    """Element of a tensor in global memory, as fp32."""
+    load = ptx.ldg_nc_f32 if dtype == "fp32" else ptx.ldg_nc_bf16
+    return load(address + index * ELEMENT_BYTES[dtype])
+
+
+class Loads:
+    def __init__(self, variant):
+        self.variant, self.cu_dtype = variant, variant.cu_seqlens
+        self.tiles, self.beta_form = Tiles(variant), BETAS[variant.beta]
+        self.wide_gate = self.tiles.wide_gate
+
+    # ---- pairs
+    @cute.jit
+    def find(self, args, memory, n, number):
+        """Write the Info of the CTA's pair n: the first one from `number` on that has a chunk. Pairs without one on the way get
+        their sums, zeros. By a whole warp."""
+        grid, _, _ = cute.arch.grid_dim()
+        lane = ptx.lane_index()
+        rows, token, head, slot = Int32(0), Int32(0), Int32(0), Int32(0)
+        while number < args.slots * args.heads and rows <= 0:
+            group = number // args.heads
+            head = number - group * args.heads
+            slot = args.slots - 1 - group
+            at = args.slot_begin + slot
+            s = sequences.sequence_of_slot(at, args.num_seqs, args.cu_seqlens, args.seq_len, LOG2_CHUNK, self.cu_dtype)
+            begin, length, base = sequences.sequence(s, args.cu_seqlens, args.seq_len, LOG2_CHUNK, self.cu_dtype)
+            index = at - base
+            if index >= 0:
+                rows = length - index * CHUNK
+            token = begin + index * CHUNK
+            if rows <= 0:
+                for sums in (args.d_bias_sums, args.d_a_log_sums):
+                    if sums != 0:
+                        to = sums + (Int64(at) * args.heads + head) * (HEAD_DIM * 4) + Int64(lane * 16)
+                        ptx.stg_words(to, [Int32(0)] * 4)
+                number += grid
+        info = memory.table(Table.INFO) + (n & 1) * INFO_BYTES
+        with cute.arch.elect_one():
+            ptx.sts_v4_b32(info, [rows, head, slot, token])
+            ptx.sts_b32(info + Info.QK_HEAD, head // args.heads_per_qk_head)
+            ptx.sts_b32(info + Info.NUMBER, number)
+
+    # ---- copies; each by warp 0, for pair n, whose Info is written
+    @cute.jit
+    def rows(self, args, memory, n, tensor_map, coordinates, tensor: cutlass.Constexpr, place: cutlass.Constexpr, head, full):
+        """A tile of rows."""
+        dtype, layout = self.tiles.dtype(tensor), self.tiles.layout(tensor)
+        size = CHUNK * HEAD_DIM * dtype.width // 8
+        ring = cute.append(layout.outer, cute.make_layout(1, stride=CHUNK * HEAD_DIM))
+        tile = cute.make_tensor(cute.recast_ptr(memory.place(place), layout.inner, dtype), ring)
+        box = (CHUNK, 1024 // dtype.width, dtype.width // 8)
+        token = memory.info(n, Info.TOKEN)
+        source = cute.local_tile(cute.domain_offset((token, 0, 0, 0), coordinates), box, (0, 0, 0, None))
+        target, source = cpasync.tma_partition(
+            tensor_map, 0, cute.make_layout(1), cute.group_modes(tile, 0, 3), cute.group_modes(source, 0, 3)
+        )
+        assert size in (TILE_BYTES, 2 * TILE_BYTES)
+        cute.copy(tensor_map, source[None, head], target[None, 0], tma_bar_ptr=full)
+
+    @cute.jit
+    def load_early(self, args, memory, n):
+        """T, N, S, dV', dO."""
+        if memory.info(n, Info.ROWS) > 0:
+            head = memory.info(n, Info.HEAD)
+            full = memory.mbarriers + int(Full.EARLY)
+            with cute.arch.elect_one():
+                state, v, tn = 2 * STATE_HALF_BYTES, 2 * V_HALF_BYTES, T_BYTES + N_BYTES
+                cute.arch.mbarrier_arrive_and_expect_tx(full, tn + state + v + TILE_BYTES)
+                record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
+                ptx.bulk_load_once(memory.base, record, Int32(tn + state), full.toint())  # T, N, S lie side by side
+                ptx.bulk_load_once(memory.base + Place.X, record + int(Place.X), Int32(v), full.toint())
+            self.rows(args, memory, n, args.d_out_map, args.coordinates, Tensor.V, Place.D_OUT, head, full)
+
+    @cute.jit
+    def load_rows(self, args, memory, n):
+        """q, k, and g where it is bf16."""
+        if memory.info(n, Info.ROWS) > 0:
+            qk_head = memory.info(n, Info.QK_HEAD)
+            full = memory.mbarriers + int(Full.ROWS)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES * (2 if self.wide_gate else 3))
+            self.rows(args, memory, n, args.q_map, args.coordinates, Tensor.Q, Place.Q, qk_head, full)
+            self.rows(args, memory, n, args.k_map, args.coordinates, Tensor.K, Place.K, qk_head, full)
+            if const_expr(not self.wide_gate):
+                self.rows(
+                    args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.K_NEXT, memory.info(n, Info.HEAD), full
+                )
+
+    @cute.jit
+    def load_late(self, args, memory, n):
+        """dS', V' and v."""
+        if memory.info(n, Info.ROWS) > 0:
+            head = memory.info(n, Info.HEAD)
+            full = memory.mbarriers + int(Full.LATE)
+            with cute.arch.elect_one():
+                size = const_expr(2 * STATE_HALF_BYTES + 2 * V_HALF_BYTES)  # they lie side by side
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size + TILE_BYTES)
+                record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
+                ptx.bulk_load_once(memory.base + Place.DS, record + int(Place.DS), Int32(size), full.toint())
+            self.rows(args, memory, n, args.v_map, args.coordinates, Tensor.V, Place.V, head, full)
+
+    @cute.jit
+    def load_gate(self, args, memory, n):
+        """g, where it is fp32."""
+        if memory.info(n, Info.ROWS) > 0:
+            full = memory.mbarriers + int(Full.GATE)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
+            self.rows(
+                args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.PATCHES, memory.info(n, Info.HEAD), full
+            )
+
+    # ---- single values
+    def beta(self, args, token, row, rows, head):
+        """beta of a row of the chunk; 0 past the end."""
+        at = token + ptx.less_b32(row, rows, row, 0)
+        x = read(args.beta, Int64(at) * args.beta_token + Int64(head) * args.beta_head, self.variant.beta_dtype)
+        return ptx.less_f32(row, rows, self.beta_form(x), 0.0)
+
+    def parameters(self, args, head, channel):
+        """A_log of the head and dt_bias of the channel, 0 where there is none."""
+        a_log, bias = Float32(0.0), Float32(0.0)
+        if self.variant.a_log is not None:
+            a_log = read(args.a_log, Int64(head), self.variant.a_log)
+        if self.variant.dt_bias is not None:
+            bias = read(args.dt_bias, Int64(head) * HEAD_DIM + Int64(channel), self.variant.dt_bias)
+        return a_log, bias
+
+    def g_column(self, args, memory, coord):
+        """g of the lane's channel and the 16 tokens of its band, from shared memory."""
+        if self.wide_gate:
+            at = memory.base + Place.PATCHES + coord.quarter * 8192 + coord.band * 2048 + coord.lane * 4
+            return [ptx.lds_f32((at ^ ((i & 7) << 4)) + i * 128) for i in range(16)]
+        at = memory.base + Place.K_NEXT + column_offset(coord)
+        return [ptx.as_f32(ptx.lds_b16((at ^ ((i & 7) << 4)) + i * 128) << 16) for i in range(16)]
+
+    def g_again(self, args, coord, token, rows, head):
+        """The same from global memory; past the end that of the last row."""
+        dtype = self.variant.gate_dtype
+        at = Int64(head) * args.g_head + Int64(coord.channel)
+        values = []
+        for i in range(16):
+            row = 16 * coord.band + i
+            row = ptx.less_b32(row, rows, row, rows - 1)
+            values.append(read(args.g, at + Int64(token + row) * args.g_token, dtype))
+        return values
+
+
+def column_offset(coord):
+    """Offset, in a bf16 image of 64 rows x 128 channels, of the lane's channel in row 0 of its band. That of row i is this one
+    with its bits 4 to 6 flipped as in i % 8, plus 128 i."""
+    piece = 4 * (coord.quarter & 1) + (coord.lane >> 3)
+    return (coord.quarter >> 1) * 8192 + coord.band * 2048 + (piece << 4) + (coord.lane & 7) * 2

@@ -1,0 +1,218 @@
+"""The products on WGMMA: X = T^T dV', and the products with S, dS' and V'. See kernel.py.
+
+A warpgroup's 64 x N accumulator: its warp w holds rows 16w to 16w + 15, and of these a lane holds, per 8 columns, [row group,
+row group + 8][columns 2 quad, 2 quad + 1].
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
+
+from fla_kda_backend.kernels import ptx
+from fla_kda_backend.kernels.wy64.backward.local.memory import BLOCK, DIAGONAL, DIAGONAL_PITCH, HALF_TILE, STATE_HALF, Part, Place, Table
+from fla_kda_backend.kernels.wy64.backward.local.stores import stg_v4_below
+from fla_kda_backend.kernels.wy64.prepare.fragments import pack_block, zeros
+
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+
+
+def _mma(n, source, b_major):
+    op = warpgroup.MmaF16BF16Op(BFloat16, Float32, (64, n, 16), source, K_MAJOR, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
+
+
+def block_below(b, c):
+    """Number of the block in row b and column c < b of blocks."""
+    return b * (b - 1) // 2 + c
+
+
+def block_address(at, lane):
+    """ldmatrix and stmatrix address in a 16x16 block in bf16 with 32-byte swizzle."""
+    row = lane & 15
+    return at + row * 32 + (((lane >> 4) ^ (row >> 2 & 1)) << 4)
+
+
+class Tensors:
+    """The descriptors of a thread's warpgroup."""
+
+    def __init__(self, loads, memory, coord):
+        self.loads, self.memory, self.coord = loads, memory, coord
+        self.rs, self.ss = _mma(64, RMEM, MN_MAJOR), _mma(32, SMEM, K_MAJOR)
+        KSW, MNSW = SmemLayoutAtomKind.K_SW128, SmemLayoutAtomKind.MN_SW128
+        thread = coord.tid & 127
+
+        def image(place, kind, shape, order, copies, stride):
+            layout = cute.tile_to_shape(make_smem_layout_atom(kind, BFloat16), shape, order=order)
+            outer = cute.append(layout.outer, cute.make_layout(copies, stride=stride // 2))
+            return cute.make_tensor(cute.recast_ptr(memory.place(place), layout.inner, BFloat16), outer)
+
+        rows = lambda place, copies: image(place, KSW, (64, 128), (0, 1), copies, 16384)  # noqa: E731
+        a_operand = lambda x: self.ss.make_fragment_A(self.ss.get_slice(thread).partition_A(x))  # noqa: E731
+        b_operand = lambda mma, x: mma.make_fragment_B(mma.get_slice(thread).partition_B(x))  # noqa: E731
+        assert Place.D_OUT - Place.X == 16384
+        self.x_and_d_out = a_operand(rows(Place.X, 2))  # (MMA, 1, 8, which)
+        self.v_new_rows = a_operand(rows(Place.V_NEW, 1))
+        self.v_new = b_operand(self.ss, rows(Place.V_NEW, 1))  # (MMA, 2 of 32 tokens, 8, 1)
+        states = lambda place: b_operand(self.ss, image(place, KSW, (128, 128), (0, 1), 1, 32768))  # noqa: E731
+        self.s, self.ds = states(Place.S), states(Place.DS)  # (MMA, 4 of 32 keys, 8, 1)
+        self.dv_new = b_operand(self.rs, image(Place.X, MNSW, (64, 64), (1, 0), 2, HALF_TILE))  # (MMA, 1, 4, half)
+
+    def accumulator(self):
+        """Of a 64 x 32 product."""
+        return cute.make_rmem_tensor(self.ss.get_slice(self.coord.tid & 127).partition_shape_C((64, 32)), Float32)
+
+    @cute.jit
+    def start(self, acc, a, b):
+        """acc = a b over 128 values; a, b: (MMA, k-blocks) descriptors. Not waited for."""
+        mma = self.ss
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(8):
+            mma.set(Field.ACCUMULATE, k > 0)
+            blocks = []
+            for x in (a, b):
+                block = x[None, k]
+                blocks.append(cute.make_tensor(block.iterator, cute.append(block.layout, cute.make_layout(1))))
+            cute.gemm(mma, acc, blocks[0], blocks[1], acc)
+        warpgroup.commit_group()
+
+    # ---- the products
+    def start_d_a_or_d_m(self, acc):
+        """dO V'^T or, by warpgroups 2 and 3, X V'^T, 32 columns of it."""
+        quarter = self.coord.quarter
+        self.start(acc, self.x_and_d_out[None, 0, None, 1 - (quarter >> 1)], self.v_new[None, quarter & 1, None, 0])
+
+    def start_d_q(self, acc):
+        """dO S^T, the warpgroup's 32 keys of it, as in the following."""
+        self.start(acc, self.x_and_d_out[None, 0, None, 1], self.s[None, self.coord.quarter, None, 0])
+
+    def start_x_s(self, acc):
+        """X S^T."""
+        self.start(acc, self.x_and_d_out[None, 0, None, 0], self.s[None, self.coord.quarter, None, 0])
+
+    def start_d_k_end(self, acc):
+        """V' dS'^T."""
+        self.start(acc, self.v_new_rows[None, 0, None, 0], self.ds[None, self.coord.quarter, None, 0])
+
+    # ---- X
+    def _inverse_rows(self, c, words):
+        """Row c of blocks of T^T as A fragments: words [4, column of blocks]."""
+        base, lane = self.memory.base, self.coord.lane
+        diagonal = ptx.ldmatrix_x4(block_address(base + Place.T + c * BLOCK, lane))
+        done = {c: [ptx.pack_bf16x2(*ptx.unpack_f16x2(w)) for w in diagonal]}
+        for i in range(c + 1, 4):
+            acc = zeros()
+            for j in range(c, i):
+                for part in range(2):
+                    m = ptx.lds_v4_b32(base + Place.N + block_below(i, j) * 2 * BLOCK + part * BLOCK + lane * 16)
+                    acc = [ptx.mma_bf16(done[j], m[2 * n : 2 * n + 2], acc[n]) for n in range(2)]
+            done[i] = pack_block(acc)
+        for i in done:
+            for w in range(4):
+                words[w, i] = done[i][w]
+
+    @cute.jit
+    def find_x(self, args, token, rows, head, s_x, full_v, parity):
+        """X of the warpgroup's value half over dV', dv, and sums of X v; by warpgroups 0 and 1. s_x: factor of X; full_v: mbarrier
+        of v."""
+        if self.coord.quarter < 2:
+            row = 16 * self.coord.band + self.coord.group
+            beta = [self.loads.beta(args, token, row + 8 * r, rows, head) for r in range(2)]
+            self._find_x(args, token, rows, head, beta, s_x, full_v, parity)
+
+    @cute.jit
+    def _find_x(self, args, token, rows, head, beta, s_x, full_v, parity):
+        """beta: of rows `group` and group + 8 of the warp's band."""
+        memory, coord = self.memory, self.coord
+        half, band, lane = coord.quarter, coord.band, coord.lane
+        t = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), BFloat16)
+        words = cute.recast_tensor(cute.make_tensor(t.iterator, cute.make_layout((8, 4))), Int32)
+        for i in cutlass.range_constexpr(4):
+            for w in cutlass.range_constexpr(4):
+                words[w, i] = Int32(0)
+        for c in cutlass.range_constexpr(4):
+            if band == c:
+                self._inverse_rows(c, words)
+        acc = cute.make_rmem_tensor(self.rs.get_slice(coord.tid & 127).partition_shape_C((64, 64)), Float32)
+        x = cute.make_tensor(acc.iterator, cute.make_layout(32))
+        mma = self.rs
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(4):
+            mma.set(Field.ACCUMULATE, k > 0)
+            block = self.dv_new[None, 0, k, half]
+            block = cute.make_tensor(block.iterator, cute.append(block.layout, cute.make_layout(1)))
+            cute.gemm(mma, acc, t[None, None, k], block, acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        # all four warps have read dV' of all rows
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        cute.arch.mbarrier_wait(full_v, parity)
+        # ldmatrix and stmatrix address of the band's first 16 columns; those of the others with bits 5 and 6 flipped
+        at = half * HALF_TILE + (16 * band + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
+        sums = [Float32(0.0), Float32(0.0)]
+        dv = [[], []]
+        for k in cutlass.range_constexpr(4):
+            c = [[x[8 * k + 4 * n + e] for e in range(4)] for n in range(2)]
+            ptx.stmatrix_x4((memory.base + Place.X + at) ^ (k << 5), pack_block(c))
+            v = ptx.ldmatrix_x4((memory.base + Place.V + at) ^ (k << 5))
+            for n in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    pair = c[n][2 * r : 2 * r + 2]
+                    v0, v1 = ptx.unpack_bf16x2(v[2 * n + r])
+                    sums[r] = ptx.fma(pair[1], v1, ptx.fma(pair[0], v0, sums[r]))
+                    f = beta[r] * s_x
+                    dv[r].append(ptx.pack_bf16x2(pair[0] * f, pair[1] * f))
+        for r in cutlass.range_constexpr(2):
+            for mask in (1, 2):
+                sums[r] = sums[r] + ptx.as_f32(_shuffle(sums[r], mask))
+            ptx.sts_f32(memory.table(Table.X_V) + half * 256 + (16 * band + coord.group + 8 * r) * 4, sums[r] * s_x)
+        if args.dv != 0:
+            for r in cutlass.range_constexpr(2):
+                row = 16 * band + coord.group + 8 * r
+                to = args.dv + (Int64(token + row) * args.heads + head) * 256 + Int64(half * 128 + coord.quad * 16)
+                for m in cutlass.range_constexpr(2):
+                    piece = ptx.transpose_quad(dv[r][4 * m : 4 * m + 4], coord.quad)
+                    stg_v4_below(to + m * 64, piece, row, rows)
+
+    # ---- dA and dM to shared memory
+    @cute.jit
+    def store_blocks(self, acc, scale, s_x):
+        """What start_d_a_or_d_m found: blocks below the diagonal in bf16, those on it in fp32 pairs."""
+        coord = self.coord
+        base = self.memory.base + Place.V
+        band, lane = coord.band, coord.lane
+        values = cute.make_tensor(acc.iterator, cute.make_layout(16))
+        is_m = coord.quarter >> 1
+        factor = ptx.less_f32(is_m, 1, scale, Float32(0.0) - s_x)
+        for i in cutlass.range_constexpr(2):
+            c = 2 * (coord.quarter & 1) + i  # column of blocks
+            block = [[values[8 * i + 4 * n + e] * factor for e in range(4)] for n in range(2)]
+            if c < band:
+                at = base + is_m * (Part.D_M - Part.D_A) + block_below(band, c) * BLOCK
+                ptx.stmatrix_x4(block_address(at, lane), pack_block(block))
+            if c == band:
+                at = base + Part.DIAGONAL + band * DIAGONAL + is_m * 4
+                for n in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(4):
+                        row, column = coord.group + 8 * (e >> 1), 8 * n + 2 * coord.quad + (e & 1)
+                        ptx.sts_f32(at + row * DIAGONAL_PITCH + column * 8, block[n][e])
+
+    # ---- sums of S dS'
+    def sum_s_ds(self):
+        """Sums of S dS' over 32 values of a key; partial, and added up by the columns."""
+        tid = self.coord.tid
+        key, part = tid & 127, tid >> 7
+        row = self.memory.base + (part >> 1) * STATE_HALF + key * 128
+        total = Float32(0.0)
+        for p in range(4):
+            at = row + (((4 * (part & 1) + p) ^ (key & 7)) << 4)
+            s, ds = ptx.lds_v4_b32(at + Place.S), ptx.lds_v4_b32(at + Place.DS)
+            for x, y in zip(s, ds):
+                (x0, x1), (y0, y1) = ptx.unpack_bf16x2(x), ptx.unpack_bf16x2(y)
+                total = ptx.fma(x1, y1, ptx.fma(x0, y0, total))
+        ptx.sts_f32(self.memory.table(Table.C0) + part * 512 + key * 4, total)
+
+
+_shuffle = ptx.ordered("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "fr -> r", "The bits of lane XOR mask's fp32.")
