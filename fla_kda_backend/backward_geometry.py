@@ -1,16 +1,14 @@
 """What a call's metadata decides about the launches of its backward. No tensor is kept."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from . import planning
-from .call import DEVICE_INPUTS, Call
+from .call import Call
 from .compiling.spec import KernelSpec
 from .geometry import (
-    ALIGNMENT,
     DIM,
     Allocation,
     Geometry,

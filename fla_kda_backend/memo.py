@@ -19,7 +19,8 @@ PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the sa
 # Dtypes of negative views: torch makes them of the imaginary parts of complex tensors. To ask each tensor would cost 1 us.
 COMPLEX = [getattr(torch, name) for name in ("complex64", "bcomplex32") if hasattr(torch, name)]
 NEGATABLE = frozenset(dtype.to_real() for dtype in COMPLEX)
-DECIDING = (config.MODE, config.UNTESTED, config.WORKSPACE_MIB, config.TRAINING)  # what is read only after the decision is not among them
+# What is read only after the decision is not among them.
+DECIDING = (config.MODE, config.UNTESTED, config.WORKSPACE_MIB, config.TRAINING)
 
 _verdicts: dict[Any, Any] = {}
 

@@ -308,7 +308,7 @@ class Launch(OnDevice):
         if unaligned or self.needs_copy or beta & self.beta_alignment:
             copies, strides, addresses = copied(DEVICE_INPUTS, inputs, self.geometry.readings)
             q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = addresses
-            segments = tuple(numbers._replace(**strides) for numbers in segments)
+            segments = tuple(numbers._replace(**strides) for numbers in self.geometry.segments)
         workspace = empty(*self.workspace)
         carry_in = carry_out = 0
         if self.carries is not None:
@@ -363,8 +363,10 @@ def copied(names: Any, inputs: Any, readings: Any) -> tuple[list[Any], dict[str,
 
 
 def within_memory(launch: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """(run(launch, *arguments), the geometry of what was launched), of a Launch or training.Backward. Where memory runs out, it is tried again in segments of half the length,
-    down to one chunk of every head."""
+    """(run(launch, *arguments), the geometry of what was launched), of a Launch or training's Backward.
+
+    Where memory runs out, it is tried again in segments of half the length, down to one chunk of every head.
+    """
     while True:
         try:
             return run(launch, *arguments), launch.geometry

@@ -128,7 +128,7 @@ def chunk(x, rows):
 
 
 def forward(x, parameters, state, variant, a, grouped):
-    """(out, state after) of a chunk, tensors of [tokens, heads, ..]; grouped: q and k are normalised, and of each value head."""
+    """(out, state after) of a chunk, tensors of [tokens, heads, ..]; grouped: q and k are those of value heads."""
     out, state = gold.forward(
         **{name: x[name][None] for name in TOKENWISE[:-1]},
         **parameters,
