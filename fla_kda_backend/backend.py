@@ -16,6 +16,7 @@ import torch
 from fla.backends import BaseBackend
 
 from . import config, dispatch_log, eligibility, facts, geometry, memo, planning, selfcheck
+from .backward_geometry import BackwardGeometry, backward_geometry
 from .call import ABSENT, DEVICE_INPUTS, POSITIONAL, Call, parse
 from .compiling.spec import ARCHS
 from .eligibility import Decision
@@ -36,17 +37,18 @@ class StrictModeError(RuntimeError):
 class Verdict:
     """What is decided about a call, and about every other call that memo cannot tell from it. Holds no tensor."""
 
-    __slots__ = ("decision", "accepted", "geometry", "log", "old_alias", "tensors", "launch")
+    __slots__ = ("decision", "accepted", "geometry", "log", "old_alias", "tensors", "launch", "backward")
 
     def __init__(
         self,
         decision: Decision,
         geometry: Geometry | None,
+        backward: BackwardGeometry | None,
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """geometry is that of an accepted call."""
+        """geometry is that of an accepted call, backward of one that needs gradients."""
         self.accepted, code, message = self.decision = decision
         self.geometry = geometry
         outcome = dispatch_log.ACCEPTED if self.accepted else dispatch_log.DECLINED
@@ -55,18 +57,102 @@ class Verdict:
         index = {name: number for number, name in enumerate((*POSITIONAL[: len(args)], *kwargs))}
         self.tensors = itemgetter(*(index.get(name, -1) for name in TENSORS))  # of the call's values and a last None
         self.launch: Any = self.launch_first  # from the first success on op's Launch, of an accepted call
+        self.backward = None if backward is None else Backward(self, backward, call)
+
+    @property
+    def failed_keys(self) -> tuple[Any, ...]:
+        """failed_keys of an accepted call."""
+        return failed_keys(self.geometry, None) if self.backward is None else self.backward.failed_keys
 
     def launch_first(self, *inputs: Any) -> Any:
         """What `launch` is until the kernels are there, and have run."""
         launch = bind(self.geometry)
+        if self.backward is not None:
+            self.backward.bind()
         result = launch(*inputs)
         self.launch = launch
-        for key in failed_keys(self.geometry):
-            _failures.forget(key)
+        if self.backward is None:  # otherwise its success counts
+            forget_failures(self.failed_keys)
         return result
 
 
+class Backward:
+    """The backward of a Verdict's calls: here, and where it fails on FLA. Holds no tensor."""
+
+    __slots__ = ("geometry", "log", "failed_keys", "launch", "proven", "flags")
+
+    def __init__(self, of: Verdict, geometry: BackwardGeometry, call: Call) -> None:
+        self.geometry = geometry
+        self.log = of.log.instead(dispatch_log.ACCEPTED, BACKWARD, "the gradients of a call", geometry)
+        self.failed_keys = failed_keys(of.geometry, geometry)
+        self.launch: Any = None  # training's Backward, once its kernels are there
+        self.proven = False  # whether it has run
+        self.flags = {name: getattr(call, name) for name in FLAGS}
+        if not call.use_gate_in_kernel:
+            self.flags["lower_bound"] = None  # which may be anything
+
+    def bind(self) -> None:
+        """Have the kernels; raises whatever that raises."""
+        if self.launch is None:
+            from .training import Backward
+
+            self.launch = Backward(self.geometry)
+
+    def __call__(self, inputs: tuple[Any, ...], d_out: Any, d_final_state: Any) -> tuple[Any, ...]:
+        """training.Gradients of the call."""
+        if d_out is None and d_final_state is None:
+            return (None,) * len(inputs)
+        try:
+            self.bind()
+            log, gradients = self.log, None
+            try:
+                gradients = self.launch(inputs, d_out, d_final_state)
+            except torch.OutOfMemoryError as error:
+                cause = str(error)
+            if gradients is None:
+                gradients, log = self.in_shorter_segments((inputs, d_out, d_final_state), cause)
+            log.record()
+            if not self.proven:
+                self.proven = True
+                forget_failures(self.failed_keys)
+            return gradients
+        except Exception as error:
+            in_a_graph = not is_sticky(error) and capturing()
+            if not leave_to_fla(self.log, self.failed_keys, error, f"{BACKWARD}_exception"):
+                raise
+            if in_a_graph:  # FLA's kernels would be tuned here for the first time
+                raise RuntimeError(f"kda_cute's backward failed while a CUDA graph is captured: {text_of(error)}") from error
+        return fla_gradients(self.flags, self.geometry.wanted, inputs, d_out, d_final_state)
+
+    def in_shorter_segments(self, arguments: tuple[Any, ...], cause: str) -> tuple[Any, dispatch_log.Entry]:
+        """(gradients, Entry) of a backward that ran out of memory, with a smaller workspace. Later ones are not affected."""
+        from .op import within_memory
+
+        sizes = self.launch.shorter()
+        if sizes is None:
+            raise torch.OutOfMemoryError(cause)
+        kind = type(self.launch)
+        gradients, launched = within_memory(kind(sizes), kind.__call__, *arguments)
+        message = f"out of memory, therefore in {len(launched.segments)} segments"
+        return gradients, self.log.instead(dispatch_log.ACCEPTED, BACKWARD, message, launched)
+
+
 TENSORS = (*DEVICE_INPUTS, "cu_seqlens_cpu")  # as op takes them
+FLAGS = (  # of a call, plain values that FLA needs to run it again
+    "scale",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "lower_bound",
+    "disable_recompute",
+    "state_v_first",
+    "use_graph",
+    "chunk_size",
+)
+BACKWARD = "backward"  # code of the records of backwards
 COMPILING = "compiling"
 FAILING = "failing"
 PASSING = ("internal_error", "memory", COMPILING, FAILING, *selfcheck.PASSING)  # the next such call may fare better
@@ -114,6 +200,7 @@ class KdaCuteBackend(BaseBackend):
         if verdict.old_alias:
             warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=2)
         values.append(None)
+        result: Any = None
         try:
             try:
                 result = verdict.launch(*verdict.tensors(values))
@@ -121,15 +208,18 @@ class KdaCuteBackend(BaseBackend):
                 cause = str(error)
             else:
                 verdict.log.record()
-                return result
-            result, log = in_shorter_segments(verdict, verdict.tensors(values), cause)
-            log.record()
-            return result
+            if result is None:
+                result, log = in_shorter_segments(verdict, verdict.tensors(values), cause)
+                log.record()
         except Exception as error:
-            if not leave_to_fla(verdict, error):
+            if not leave_to_fla(verdict.log, verdict.failed_keys, error):
                 raise
-        # Outside the except clause: what the failed attempt allocated is free by now, and FLA's errors are FLA's alone.
-        return fla_implementation()(*args, **kwargs)
+            result = None
+        # Outside the except clause: what the failed attempt allocated is free by now, and FLA's errors are FLA's alone, as are
+        # those of hooks on saved tensors their owners'.
+        if result is None:
+            return fla_implementation()(*args, **kwargs)
+        return result if verdict.backward is None else differentiable(verdict, result, verdict.tensors(values))
 
 
 def in_shorter_segments(verdict: Verdict, inputs: tuple[Any, ...], cause: str) -> tuple[Any, dispatch_log.Entry]:
@@ -150,16 +240,28 @@ def in_shorter_segments(verdict: Verdict, inputs: tuple[Any, ...], cause: str) -
     return result, verdict.log.instead(dispatch_log.ACCEPTED, verdict.decision.code, message, launched)
 
 
-def leave_to_fla(verdict: Verdict, error: Exception) -> bool:
-    """Whether FLA is to run an accepted call that failed. It is not in strict mode, nor on a context that is dead.
+def differentiable(verdict: Verdict, result: Any, inputs: tuple[Any, ...]) -> Any:
+    """The results of a call that needs gradients, joined to its inputs, of TENSORS."""
+    from . import training
+
+    given = inputs[: len(DEVICE_INPUTS)]
+    if verdict.geometry is not None and verdict.geometry.ignores_gate_parameters:
+        given = *given[:-2], None, None
+    return training.differentiable(result, verdict.backward, given)  # type: ignore[arg-type]
+
+
+def leave_to_fla(log: dispatch_log.Entry, keys: tuple[Any, ...], error: Exception, code: str = "exception") -> bool:
+    """Whether FLA is to run what failed of an accepted call. It is not in strict mode, nor on a context that is dead.
+
+    log: its Entry.  keys: its failed_keys.
 
     Of the error, a text is kept and said: a log may keep what it is given, and an exception would keep the call's tensors.
     """
     cause = text_of(error)
-    verdict.log.instead(dispatch_log.FAILED, "exception", cause).record()
+    log.instead(dispatch_log.FAILED, code, cause).record()
     if is_sticky(error) or config.STRICT.get():
         return False
-    lasting, passing = failed_keys(verdict.geometry)[:2]
+    lasting, passing = keys[:2]
     if is_driver_mismatch(error):
         lasting = EVERYWHERE
     if not isinstance(error, NotPlainMemory):
@@ -169,10 +271,18 @@ def leave_to_fla(verdict: Verdict, error: Exception) -> bool:
     return True
 
 
-def failed_keys(sizes: Any) -> tuple[Any, ...]:
+def forget_failures(keys: tuple[Any, ...]) -> None:
+    """Everything that such calls need has succeeded."""
+    for key in keys:
+        _failures.forget(key)
+
+
+def failed_keys(sizes: Any, backward: BackwardGeometry | None) -> tuple[Any, ...]:
     """What failures of such calls are remembered by: kernels on a device for lasting causes; for passing ones, the same
-    with all sizes, since a smaller call may fit; and what holds for all calls."""
-    return (sizes.device, sizes.spec), sizes, EVERYWHERE
+    with all sizes, since a smaller call may fit; and what holds for all calls. Calls with gradients are kinds of their own."""
+    if backward is None:
+        return (sizes.device, sizes.spec), sizes, EVERYWHERE
+    return (sizes.device, sizes.spec, backward.specs), (sizes, backward), EVERYWHERE
 
 
 def identity(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -197,7 +307,7 @@ def decide(args: Any, kwargs: Any, names: list[Any], values: list[Any]) -> Verdi
 
 
 def decide_anew(args: Any, kwargs: Any) -> Verdict:
-    call, sizes = Call(), None
+    call, sizes, backward = Call(), None, None
     try:
         call = parse(args, kwargs)
         known = facts.gather(call)
@@ -205,39 +315,43 @@ def decide_anew(args: Any, kwargs: Any) -> Verdict:
         if decision.accepted:
             plan = planning.plan(call, known)
             sizes = geometry.geometry(call, plan, ARCHS[known.capability])
-            decision = consider(call, plan, sizes, known)
+            wanted = facts.differentiated(call, known)
+            backward = backward_geometry(call, sizes, wanted) if wanted else None
+            decision = consider(call, plan, sizes, backward, known)
     except Exception as error:
         if is_sticky(error):
             raise
         message = f"the rules failed: {text_of(error)}"
         warn_once(message, message, error)
         decision = Decision(False, "internal_error", message)
-    return Verdict(decision, sizes, call, args, kwargs)
+    return Verdict(decision, sizes, backward if decision.accepted else None, call, args, kwargs)
 
 
-def consider(call: Call, plan: Plan, sizes: Geometry, known: facts.Facts) -> Decision:
+def consider(call: Call, plan: Plan, sizes: Geometry, backward: BackwardGeometry | None, known: facts.Facts) -> Decision:
     """The Decision on a call that every rule accepts: whether its kernels are ready, and right on this GPU."""
     if not config.STRICT.get():
-        for failure in filter(None, map(_failures.standing, failed_keys(sizes))):
+        for failure in filter(None, map(_failures.standing, failed_keys(sizes, backward))):
             when = "is not tried again" if failure.lasting else f"is tried again within {RETRY} s"
             return Decision(False, FAILING, f"such a call failed before and {when}: {failure.text}")
         if config.COMPILE.get() == "background":
-            message = unready(plan, sizes, known)
+            message = unready(plan, sizes, backward, known)
             if message is not None:
                 return Decision(False, COMPILING, message)
     decision = eligibility.ACCEPTED
     if known.capability in eligibility.COMPILED_ONLY:
         decision = selfcheck.decision(call.q.device, plan, known, run, fla_implementation())
+    if decision.accepted and backward is not None:
+        decision = decision._replace(message=f"{decision.message}; gradients are computed here, too")
     if decision.accepted and plan.reason:
         decision = decision._replace(message=plan.reason)
     return decision
 
 
-def unready(plan: Plan, sizes: Geometry, known: facts.Facts) -> str | None:
+def unready(plan: Plan, sizes: Geometry, backward: BackwardGeometry | None, known: facts.Facts) -> str | None:
     """Which kernel is still to be compiled before a call can run, in a sentence, or None. Whatever is, is begun."""
     from .compiling import background
 
-    needed = [sizes.spec]
+    needed = [sizes.spec, *(backward.specs if backward is not None else ())]
     if known.capability in eligibility.COMPILED_ONLY:
         gate, mode = selfcheck.kind(plan)
         checked = parse((), selfcheck.case("meta", gate=gate))
@@ -265,6 +379,24 @@ def fla_implementation() -> Any:
     from fla.ops.kda import chunk_kda
 
     return inspect.unwrap(chunk_kda)
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def fla_gradients(
+    flags: dict[str, Any], wanted: tuple[str, ...], inputs: tuple[Any, ...], d_out: Any, d_final_state: Any
+) -> tuple[Any, ...]:
+    """FLA's gradients of a call with `inputs` for DEVICE_INPUTS: its forward runs again."""
+    with torch.enable_grad():
+        fresh = {name: x if x is None else x.detach().requires_grad_(name in wanted) for name, x in zip(DEVICE_INPUTS, inputs)}
+        results = fla_implementation()(**fresh, **flags)
+        pairs = [(y, d) for y, d in zip(results, (d_out, d_final_state)) if d is not None]
+        of, along = zip(*pairs)
+        found = torch.autograd.grad(of, [fresh[name] for name in wanted], along, allow_unused=True)
+    gradients = dict(zip(wanted, found))
+    return tuple([gradients.get(name) for name in DEVICE_INPUTS])
 
 
 def warn_once(kind: Any, cause: str, error: Exception) -> None:

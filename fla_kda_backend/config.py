@@ -134,6 +134,11 @@ STRICT = Switch(
     "0",
     "1: a call that the backend declines, or fails on, raises instead of falling back. For benchmarks and CI.",
 )
+TRAINING = Switch(
+    "FLA_KDA_CUTE_TRAINING",
+    "1",
+    "0: decline calls that need gradients, and no others.",
+)
 LOG = Variable(
     "FLA_KDA_CUTE_LOG",
     None,
@@ -185,7 +190,20 @@ WORKSPACE_MIB = Count(
     "least one chunk, with the same bits. The schedule follows from it, so it should not change from call to call.",
 )
 
-VARIABLES = (ENABLED, MODE, STRICT, LOG, UNTESTED, DETERMINISTIC, CACHE_DIR, CACHE_MIB, CACHE_MANIFEST, COMPILE, WORKSPACE_MIB)
+VARIABLES = (
+    ENABLED,
+    MODE,
+    STRICT,
+    TRAINING,
+    LOG,
+    UNTESTED,
+    DETERMINISTIC,
+    CACHE_DIR,
+    CACHE_MIB,
+    CACHE_MANIFEST,
+    COMPILE,
+    WORKSPACE_MIB,
+)
 
 
 def unknown() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .call import FLAG_TYPES, PARAMETERS, REQUIRED, Call, parse
-from .facts import Facts, oddity
+from .facts import Facts, differentiated, oddity
 
 __all__ = ["DECLINED", "HANDLED", "RULES", "Call", "Decision", "check", "parse"]
 
@@ -20,6 +20,8 @@ LOWEST_BOUND = -5.0
 EITHER = (torch.bfloat16, torch.float32)
 OFFSETS = (torch.int32, torch.int64)
 NUMBER: Any = (float, int, Real)  # the common ones first: asking the abstract class alone is slow
+TRAINED = ((9, 0),)  # capabilities that the backward kernels run on
+SMALLEST_SCALE = 2.0**-126  # of which the inverse is a finite fp32 number
 RUN = ((9, 0),)  # capabilities that the kernels run on
 COMPILED_ONLY = ((10, 0), (10, 3), (12, 0))  # compiled for, never run on: checked against FLA at the first call
 
@@ -188,13 +190,27 @@ def memory(call: Call, facts: Facts) -> str | None:
     return None
 
 
-def no_grad(call: Call, facts: Facts) -> str | None:
+def forward_ad(call: Call, facts: Facts) -> str | None:
     if facts.forward_ad:
-        return "computes no gradients, got a call inside torch.autograd.forward_ad.dual_level()"
-    if facts.grad_enabled:
-        for name, value in call.inputs:
-            if value.requires_grad:
-                return f"computes no gradients, got grad mode and {name} that requires grad"
+        return "computes no tangents, got a call inside torch.autograd.forward_ad.dual_level()"
+    return None
+
+
+def training(call: Call, facts: Facts) -> str | None:
+    """The switch, and where the kernels of the backward run."""
+    names = () if facts.training and facts.capability in TRAINED else differentiated(call, facts)
+    if not names:
+        return None
+    if not facts.training:
+        return f"computes no gradients where FLA_KDA_CUTE_TRAINING=0, got grad mode and {names[0]} that requires grad"
+    tried = ", ".join(f"{major}.{minor}" for major, minor in TRAINED)
+    got = f"{facts.capability[0]}.{facts.capability[1]} and {names[0]} that requires grad"
+    return f"computes gradients on compute capability {tried}, got {got}"
+
+
+def training_inference(call: Call, facts: Facts) -> str | None:
+    if facts.inference_mode and (names := differentiated(call, facts)):
+        return f"computes no gradients in inference mode, got grad mode and {names[0]} that requires grad"
     return None
 
 
@@ -215,6 +231,13 @@ def lower_bound(call: Call, facts: Facts) -> str | None:
 
 def scale(call: Call, facts: Facts) -> str | None:
     return None if isinstance(call.scale, NUMBER) else f"requires a number as scale, got {typename(call.scale)}"
+
+
+def training_scale(call: Call, facts: Facts) -> str | None:
+    """Where q is not normalised, gradients are divided by the scale on their way."""
+    if call.use_qk_l2norm_in_kernel or abs(call.scale) >= SMALLEST_SCALE or not differentiated(call, facts):
+        return None
+    return f"with gradients and use_qk_l2norm_in_kernel=False requires a scale of at least 2^-126, got {call.scale}"
 
 
 def input_dtype(call: Call, facts: Facts) -> str | None:
@@ -312,10 +335,13 @@ RULES = (
             one_device,
             intercepted,
             memory,
-            no_grad,
+            forward_ad,
+            training,
+            training_inference,
             cp_context,
             lower_bound,
             scale,
+            training_scale,
             input_dtype,
             head_dim,
             value_shape,

@@ -28,6 +28,7 @@ class Facts(NamedTuple):
     untested: bool  # whether GPUs that the kernels never ran on may be tried
     forward_ad: bool = False  # whether tensors may carry tangents
     intercepted: str | None = None  # what interception() says
+    training: bool = True  # whether calls that need gradients are wanted here
 
 
 _devices: dict[int, tuple[tuple[int, int], int]] = {}  # device index -> capability, sm_count
@@ -46,7 +47,13 @@ def gather(call: Call) -> Facts:
         config.UNTESTED.get(),
         forward_ad_level() >= 0,
         interception(),
+        config.TRAINING.get(),
     )
+
+
+def differentiated(call: Call, facts: Facts) -> tuple[str, ...]:
+    """Names of the tensors whose gradients a call will be asked for, of those that the kernels read."""
+    return tuple([name for name, value in call.inputs if value.requires_grad]) if facts.grad_enabled else ()
 
 
 def forward_ad_level() -> int:

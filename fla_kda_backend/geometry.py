@@ -161,18 +161,27 @@ def peak_bytes(call: Call, sizes: Geometry) -> int:
     strides the kernels do not take are copied, as is an input whose address is not a multiple of 16 bytes, which is not
     counted here. Nor are intermediate states whose number only cu_seqlens tells.
     """
-    given = (sizes.out, sizes.final_state, sizes.workspace, sizes.carries)
-    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in given if x is not None)
+    total = bytes_of(sizes.out, sizes.final_state, sizes.workspace, sizes.carries)
     if sizes.state_chunk is not None and sizes.state_rows is not None:
         batch, _, heads, _ = sizes.out.shape
         total += batch * sizes.state_rows * heads * DIM * DIM * torch.bfloat16.itemsize
+    return total + copied_bytes(call, sizes.readings)
+
+
+def copied_bytes(call: Call, readings: tuple[Reading, ...]) -> int:
+    """Bytes of the inputs that are copied because of their strides."""
     inputs = (getattr(call, name) for name in DEVICE_INPUTS)
-    return total + sum(x.nbytes for x, how in zip(inputs, sizes.readings) if x is not None and how.as_it_is is None)
+    return sum(x.nbytes for x, how in zip(inputs, readings) if x is not None and how.as_it_is is None)
 
 
 def slots_per_segment(record: ModuleType, slots: int, heads: int) -> int:
     """Workspace slots that one launch may cover."""
     return max(1, min(slots, planning.workspace_limit() // record.workspace_bytes(1, heads)))
+
+
+def bytes_of(*allocations: Allocation | None) -> int:
+    """Of all that are made."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in allocations if x is not None)
 
 
 def strides_of(name: str, strides: tuple[int, ...]) -> dict[str, int]:

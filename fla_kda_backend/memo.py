@@ -13,13 +13,14 @@ import torch
 
 from . import config, facts
 
-ENVIRONMENT = slice(2, 6)  # where in a fingerprint its `environment` lies
+ENVIRONMENT = slice(2, 7)  # where in a fingerprint its `environment` lies
 LIMIT = 256  # calls; the layers of a model agree, so few are in use at a time
 PLAIN = frozenset((bool, int, str, type(None)))  # equal and of one type: the same to everybody; float is not, see below
 # Dtypes of negative views: torch makes them of the imaginary parts of complex tensors. To ask each tensor would cost 1 us.
 COMPLEX = [getattr(torch, name) for name in ("complex64", "bcomplex32") if hasattr(torch, name)]
 NEGATABLE = frozenset(dtype.to_real() for dtype in COMPLEX)
-DECIDING = (config.MODE, config.UNTESTED, config.WORKSPACE_MIB)  # what is read only after the decision is not among them
+# What is read only after the decision is not among them.
+DECIDING = (config.MODE, config.UNTESTED, config.WORKSPACE_MIB, config.TRAINING)
 
 _verdicts: dict[Any, Any] = {}
 
@@ -111,8 +112,8 @@ def fingerprint(names: list[Any], values: list[Any]) -> tuple[Any, ...] | None:
 
 def environment() -> tuple[Any, ...]:
     """What else decides, as it is now: variables, and whether tensors may carry tangents."""
-    mode, untested, workspace = DECIDING
-    return mode.raw(), untested.raw(), workspace.raw(), facts.forward_ad_level()
+    mode, untested, workspace, training = DECIDING
+    return mode.raw(), untested.raw(), workspace.raw(), training.raw(), facts.forward_ad_level()
 
 
 def find(key: tuple[Any, ...] | None) -> Any:

@@ -215,23 +215,38 @@ def _with_final_state(plan: Plan, final_state: torch.Tensor | None) -> Plan:
     return plan._replace(variant=replace(plan.variant, final_state=dtype))
 
 
-class Launch:
+class OnDevice:
+    """What a Launch has in common with a backward's: a device, and how tensors are made there."""
+
+    def __init__(self, device: torch.device, tokens: int) -> None:
+        """tokens: of each row of the batch."""
+        self.device, self.index = device, device.index
+        self.fast_empty = _empty_strided_cuda if device.type == "cuda" else None
+        self.lowest = LOWEST_ADDRESS if device.type == "cuda" else NOWHERE + 1
+        if tokens == 0:  # no token has an address
+            self.lowest = 0
+
+    def _allocator(self) -> Any:
+        """Gives tensors of undefined content, from an Allocation, on the current device, which must be ours."""
+        if self.fast_empty is not None and not _deterministic():
+            return self.fast_empty
+        # Where torch is to be deterministic, this fills them.
+        return lambda shape, strides, dtype: torch.empty(*shape, dtype=dtype, device=self.device)
+
+
+class Launch(OnDevice):
     """Runs the calls of one Geometry. Called with a call's tensors, it keeps none of them."""
 
     def __init__(self, of: Geometry) -> None:
         """Loads or compiles the kernels; raises whatever that raises."""
+        super().__init__(of.device, of.out.shape[1])
         self.geometry = of
-        self.device, self.index = of.device, of.device.index
         # Plain tuples: where they are unpacked into a call, others are copied first.
         sizes: Any = (of.out, of.final_state, of.workspace, of.carries)
         self.out: Any
         self.out, self.final_state, self.workspace, self.carries = (x and tuple(x) for x in sizes)
         self.segments, self.ignores_gate_parameters = tuple(map(tuple, of.segments)), of.ignores_gate_parameters
         self.wants_states = of.state_chunk is not None
-        self.fast_empty = _empty_strided_cuda if of.device.type == "cuda" else None
-        self.lowest = LOWEST_ADDRESS if of.device.type == "cuda" else NOWHERE + 1
-        if of.out.shape[1] == 0:  # no token has an address
-            self.lowest = 0
         self.kernels = None if of.spec is None else launcher(of.spec)
         if of.spec is not None:
             self.addresses = packer(FAMILIES[of.spec.family].addresses)
@@ -258,6 +273,10 @@ class Launch:
         self._launch(empty, out, final_state, states, inputs[:-1])
         return out, final_state, states
 
+    def shorter(self) -> Geometry | None:
+        """The geometry of the same calls in segments of half the length, or None."""
+        return halved(self.geometry)
+
     def into(self, out: Any, final_state: Any, states: Any, *inputs: Any) -> None:
         """The same of DEVICE_INPUTS into given tensors, final_state of the variant's dtype."""
         with _on(self.device):
@@ -267,7 +286,7 @@ class Launch:
         if self.kernels is None:
             if final_state is not None:
                 initial_state = inputs[DEVICE_INPUTS.index("initial_state")]
-                final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+                final_state.zero_() if initial_state is None else final_state.copy_(initial_state.detach())
             return
         if self.ignores_gate_parameters:
             inputs = *inputs[:-2], None, None
@@ -287,7 +306,9 @@ class Launch:
         copies: Any = ()  # alive until the launch
         unaligned = (q | k | v | g | initial_state | cu_seqlens | A_log | dt_bias) % ALIGNMENT
         if unaligned or self.needs_copy or beta & self.beta_alignment:
-            copies, segments, (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) = self._copy(inputs)
+            copies, strides, addresses = copied(DEVICE_INPUTS, inputs, self.geometry.readings)
+            q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = addresses
+            segments = tuple(numbers._replace(**strides) for numbers in self.geometry.segments)
         workspace = empty(*self.workspace)
         carry_in = carry_out = 0
         if self.carries is not None:
@@ -315,27 +336,6 @@ class Launch:
             self.kernels(*addresses, *numbers, stream)
             carry_in, carry_out = carry_out, carry_in
 
-    def _copy(self, inputs: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...], list[int]]:
-        """(copies, segments, addresses), where what cannot be read where it lies is copied."""
-        copies: list[Any] = []
-        strides: dict[str, int] = {}
-        addresses: list[int] = []
-        for name, x, (as_it_is, as_a_copy, alignment) in zip(DEVICE_INPUTS, inputs, self.geometry.readings):
-            address = 0 if x is None else x.data_ptr()
-            if as_it_is is None or address & alignment:
-                copies.append(x.clone(memory_format=torch.contiguous_format))
-                address = copies[-1].data_ptr()
-                strides |= strides_of(name, as_a_copy)
-            addresses.append(address)
-        return copies, tuple(numbers._replace(**strides) for numbers in self.geometry.segments), addresses
-
-    def _allocator(self) -> Any:
-        """Gives tensors of undefined content, from an Allocation, on the current device, which must be ours."""
-        if self.fast_empty is not None and not _deterministic():
-            return self.fast_empty
-        # Where torch is to be deterministic, this fills them.
-        return lambda shape, strides, dtype: torch.empty(*shape, dtype=dtype, device=self.device)
-
     def _count_chunks(self, offsets: torch.Tensor) -> int:
         """Chunks of all packed sequences, as the kernels count them; waits for the GPU where the offsets lie there."""
         if offsets.is_cuda:
@@ -347,17 +347,34 @@ class Launch:
         return sum(-(-max(end - first, 0) // chunk) for first, end in zip(inside, inside[1:]))
 
 
-def within_memory(launch: Launch, run: Callable[..., Any], *arguments: Any) -> tuple[Any, Geometry]:
-    """(run(launch, *arguments), what was launched). Where memory runs out, it is tried again in segments of half the length,
-    down to one chunk of every head."""
+def copied(names: Any, inputs: Any, readings: Any) -> tuple[list[Any], dict[str, int], list[int]]:
+    """(copies, what of Numbers changes by them, addresses of all inputs), where what cannot be read where it lies is copied."""
+    copies: list[Any] = []
+    strides: dict[str, int] = {}
+    addresses: list[int] = []
+    for name, x, (as_it_is, as_a_copy, alignment) in zip(names, inputs, readings):
+        address = 0 if x is None else x.data_ptr()
+        if as_it_is is None or address & alignment:
+            copies.append(x.detach().clone(memory_format=torch.contiguous_format))  # no graph keeps it
+            address = copies[-1].data_ptr()
+            strides |= strides_of(name, as_a_copy)
+        addresses.append(address)
+    return copies, strides, addresses
+
+
+def within_memory(launch: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """(run(launch, *arguments), the geometry of what was launched), of a Launch or training's Backward.
+
+    Where memory runs out, it is tried again in segments of half the length, down to one chunk of every head.
+    """
     while True:
         try:
             return run(launch, *arguments), launch.geometry
         except torch.OutOfMemoryError:
-            shorter = halved(launch.geometry)
+            shorter = launch.shorter()
             if shorter is None:
                 raise
-        launch = Launch(shorter)  # outside of the except clause: what the attempt has allocated is free by now
+        launch = type(launch)(shorter)  # outside of the except clause: what the attempt has allocated is free by now
 
 
 @functools.cache

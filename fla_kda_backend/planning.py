@@ -1,15 +1,17 @@
 """Which kernels a call runs on, and under which schedule. Pure metadata."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from . import config
 from .call import Call
-from .facts import Facts
+from .facts import Facts, differentiated
 from .kernels.column_split import contract as column_split_contract
 from .kernels.families import FAMILIES
 from .kernels.variant import Variant
 from .kernels.wy64 import contract as wy64_contract
 from .kernels.wy64 import groups, record
+from .kernels.wy64.backward import contract as backward_contract
 
 BV_CHOICES = (32, 64, 128)
 WGMMA_CAPABILITY = (9, 0)  # the only one whose tensor cores have the instructions of the 64-token kernels
@@ -45,7 +47,8 @@ def plan(call: Call, facts: Facts) -> Plan:
     """
     variant, reason = Variant.of(call), ""
     if facts.mode == "exact":
-        other = beyond_flashkda(call, variant)
+        trained = differentiated(call, facts)
+        other = f"{trained[0]} requires grad" if trained else beyond_flashkda(call, variant)
         if other is None:
             return column_split("exact", call.num_sequences, call.heads, facts.sm_count, variant)
         reason = f"exact mode runs FlashKDA's own call alone; this one runs on the auto kernels: {other}"
@@ -54,6 +57,26 @@ def plan(call: Call, facts: Facts) -> Plan:
     else:
         chosen = column_split("robust", call.num_sequences, call.heads, facts.sm_count, variant)
     return chosen._replace(reason=reason) if reason else chosen
+
+
+def backward(call: Call, forward: Plan, wanted: tuple[str, ...]) -> Plan:
+    """The Plan of the backward of a call with that Plan, of which the `wanted` gradients are needed.
+
+    It is the same whichever gradients come in: it can be compiled before they do.
+    """
+    variant = replace(forward.variant, final_state=None, intermediate_states=None)
+    schedule = backward_contract.Schedule(
+        max_ctas=forward.schedule.max_ctas,
+        d_final_state=forward.variant.final_state is not None,
+        d_initial_state="initial_state" in wanted,
+        grouped=call.heads != call.qk_heads,
+    )
+    return Plan("wy64_backward", variant, schedule, min(2 * call.num_sequences * call.heads, schedule.max_ctas))
+
+
+def states_only(schedule: Any) -> Any:
+    """The schedule of the launches that only pass states on, before a backward in segments."""
+    return replace(schedule, segmented=True, stage="states", d_final_state=False, d_initial_state=False, grouped=False)
 
 
 def workspace_limit() -> int:

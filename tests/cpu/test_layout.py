@@ -21,7 +21,9 @@ RANKS = (
     ("backend",),
     ("selfcheck",),
     ("dispatch_log", "eligibility"),
+    ("training",),
     ("op",),
+    ("backward_geometry",),
     ("geometry", "memo"),
     ("planning", "compiling"),
     ("facts", "testing"),
@@ -40,6 +42,8 @@ DSL_FREE = (  # what the host imports of the kernels: no DSL, no torch
     "kernels.wy64.contract",
     "kernels.wy64.record",
     "kernels.wy64.groups",
+    "kernels.wy64.backward.contract",
+    "kernels.wy64.backward.record",
     "compiling.spec",
     "testing",
 )
