@@ -85,11 +85,12 @@ def forward(
         s = state[:running]
         if return_intermediate_states and t % chunk_size == 0:
             states[bases[:running] + t // chunk_size] = s
-        s *= decay[row][:, :, None, :]
+        s = s * decay[row][:, :, None, :]  # not in place: autograd keeps the states
         key = k[row]
         error = v[row] - (s @ key[..., None])[..., 0]
-        s += (beta[row] * error)[..., None] * key[:, :, None, :]
+        s = s + (beta[row] * error)[..., None] * key[:, :, None, :]
         out[row] = (s @ q[row][..., None])[..., 0]
+        state = s if running == len(state) else torch.cat([s, state[running:]])
 
     final_state = torch.empty_like(state)
     final_state[order] = state
