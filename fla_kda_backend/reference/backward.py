@@ -169,9 +169,9 @@ def pieces(y, within=True):
 
 # ---- inputs ------------------------------------------------------------------------------------------------------------
 class Inputs:
-    """A call of chunk_kda in chunks: q, k (normalised), v, d_out, y (log2 decay) [chunks, HV, 64, 128], beta [chunks, HV, 64, 1].
+    """A call of chunk_kda in chunks: q, k, v, d_out, y (log2 decay) [chunks, HV, 64, 128], beta [chunks, HV, 64, 1].
 
-    q is without the scale. What the gate and the norms need on the way back is kept beside them.
+    q and k are normalised, q is without the scale. What the gate and the norms need on the way back is kept beside them.
     """
 
     def __init__(self, arithmetic, q, k, v, g, beta, d_out=None, d_final_state=None, scale=None, initial_state=None,
@@ -393,7 +393,7 @@ def local(x, T, s, d):
 
 
 def finish(x, found, d_initial):
-    """{name: gradient} of chunk_kda's arguments from Local and the gradients of the initial states, in the shapes of the call."""
+    """{name: gradient} of chunk_kda's arguments, in their shapes, from Local and the gradients of the initial states."""
     given = x.tensors
 
     def back(normed, rate, grad):
