@@ -1,9 +1,10 @@
 """Every compiled kernel that the GPU tests launch on an H200, listed so that another machine can build them.
 
-    python tests/gpu/specs.py FOLDER [PART PARTS]
+    python tests/gpu/specs.py FOLDER [PART PARTS [training]]
 
-compiles them all, or part PART of PARTS (from 0), into FOLDER; needs the CuTe DSL and a C compiler, no GPU. On the GPU
-machine FLA_KDA_CUTE_CACHE_DIR=FOLDER finds them. Tests take their parameters from the tables here.
+compiles them all, or part PART of PARTS (from 0), into FOLDER; with `training` those of test_training.py alone. It needs the
+CuTe DSL and a C compiler, no GPU. On the GPU machine FLA_KDA_CUTE_CACHE_DIR=FOLDER finds them. Tests take their parameters
+from the tables here.
 """
 
 import sys
@@ -101,6 +102,12 @@ STATES = tuple(
 REPLAYED = (call_table.SOFTPLUS, call_table.KIMI)
 KEYS_FIRST = Variant(state_v_first=False, cu_seqlens="int64")  # of sequences of one chunk
 
+# with gradients: what models train with, packed sequences, and those that run in segments as well
+TRAINED = Variant(final_state=None)
+TRAINED_PACKED = replace(TRAINED, cu_seqlens="int64")
+BACKWARD_KINDS = (*BY_NAME, *(Variant(**x._asdict()) for x in (PACKED, PACKED32, NO_INITIAL)), TRAINED, TRAINED_PACKED)
+BACKWARD_SEGMENTED = tuple(Variant(**x._asdict()) for x in (STANDARD, PACKED, NO_INITIAL))
+
 
 def family_of(setting):
     return "column_split" if setting in COLUMN_SPLIT else "wy64"
@@ -143,6 +150,29 @@ def specs_of_calls():
     return found + [spec_of(replace(kind, intermediate_states=32), "robust") for kind in STATES]
 
 
+def backward_spec(kind, grouped=False, wants_state=True, **schedule):
+    """Of the backward of calls of a kind; wants_state: the gradient of the initial state is wanted, where there is one."""
+    variant = replace(kind, final_state=None, intermediate_states=None)
+    chosen = {"d_final_state": kind.final_state is not None, "grouped": grouped,
+              "d_initial_state": wants_state and kind.initial_state is not None}  # fmt: skip
+    made = FAMILIES["wy64_backward"].schedule(max_ctas=SM_COUNT, **(chosen | schedule))
+    return KernelSpec("wy64_backward", "sm_90a", variant, made)
+
+
+def specs_of_training():
+    """Those that test_training.py launches: the backwards, and their forwards."""
+    kinds = (*BACKWARD_KINDS, *BACKWARD_SEGMENTED, call_table.FLASHKDA)
+    found = [backward_spec(kind) for kind in kinds]
+    found += [backward_spec(case.kind, case.heads != call_table.QK_HEADS) for case in call_table.CASES]
+    found += [backward_spec(call_table.FLASHKDA, wants_state=False), backward_spec(call_table.FLASHKDA, grouped=True)]
+    for kind in BACKWARD_SEGMENTED:
+        found.append(backward_spec(kind, segmented=True))
+        found.append(backward_spec(kind, segmented=True, stage="states", d_final_state=False, d_initial_state=False))
+    found += [spec_of(kind) for kind in kinds] + [spec_of(kind, segmented=True) for kind in BACKWARD_SEGMENTED]
+    found += [spec_of(case.kind, DIRECT if is_direct(case) else "wy64") for case in call_table.CASES]
+    return list(dict.fromkeys([*found, spec_of(TRAINED, "wy64 overlap")]))
+
+
 def needed_specs():
     rows = [("exact", bv, tensors) for bv in BVS for tensors in GOLDEN]
     rows += [("robust", bv, tensors) for bv in BVS for tensors in (STANDARD, PACKED)]
@@ -153,11 +183,11 @@ def needed_specs():
     rows += [(DIRECT, None, tensors) for tensors in WY64_DIRECT] + [("wy64", None, tensors) for tensors in WY64_DIRECT]
     in_segments = (*SEGMENTED, *(("wy64", None, tensors) for tensors in WY64_SEGMENTED))
     found = [spec(*row) for row in rows] + [spec(*row, segmented=True) for row in in_segments]
-    return list(dict.fromkeys([*found, *specs_of_calls()]))
+    return list(dict.fromkeys([*found, *specs_of_calls(), *specs_of_training()]))
 
 
-def main(folder, part="0", parts="1"):
-    for spec in needed_specs()[int(part) :: int(parts)]:
+def main(folder, part="0", parts="1", only=None):
+    for spec in (specs_of_training() if only else needed_specs())[int(part) :: int(parts)]:
         print(builder.export(spec, folder), flush=True)
 
 
