@@ -29,7 +29,7 @@ class StateShared:
     u: Any
     decay: Any
     qka: Any  # per output stage: S, K_end, V'
-    o_image: Any  # none
+    o_image: Any  # there is no O; Fragments asks for its place
     order: Any  # MAX_SORTED Int32, see tasks.py
 
     w_bytes, chain_bytes = W_BYTES, CHAIN_STAGE_BYTES
