@@ -10,8 +10,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
 
 from fla_kda_backend.kernels import ptx
-from fla_kda_backend.kernels.wy64.backward.record import V_HALF_BYTES
-from fla_kda_backend.kernels.wy64.backward.reverse.shared import A_IMAGE, D_OUT_BYTES, WQ_BYTES
+from fla_kda_backend.kernels.wy64.backward.reverse.shared import A_IMAGE, D_OUT_BYTES, IMAGE_BYTES, WQ_BYTES
 from fla_kda_backend.kernels.wy64.chain.fragments import Fragments
 from fla_kda_backend.kernels.wy64.record import K_END_BYTES, W_BYTES
 
@@ -77,7 +76,7 @@ class ReverseFragments(Fragments):
         tile, row = lane // 8, lane % 8
         in_image = (8 * (tile // 2) + row) * 128 + (((2 * warp + tile % 2) ^ row) * 16)
         self.decay_at = shared.decay.toint() + (tid % 4) * 16
-        self.ds_at, self.dv_at = shared.ds_image.toint() + in_image, shared.dv_image.toint() + in_image
+        self.image_at = shared.images.toint() + in_image
 
     # ---- products
 
@@ -115,11 +114,11 @@ class ReverseFragments(Fragments):
     # ---- shared memory: 16 rows of an image each, transposed on the way: rows of 128 bytes, piece index XOR row % 8
 
     @cute.jit
-    def store_ds(self, k: cutlass.Constexpr):
-        """16 keys of dS as rounded."""
-        ptx.stmatrix_x4_trans(self.ds_at + k * 2048, [self.s_words[j, k] for j in range(4)])
+    def store_ds(self, stage, k: cutlass.Constexpr):
+        """16 keys of dS as rounded, into the image of their 64 keys."""
+        ptx.stmatrix_x4_trans(self.image_at + stage * IMAGE_BYTES + k % 4 * 2048, [self.s_words[j, k] for j in range(4)])
 
     @cute.jit
     def store_dv(self, stage, k: cutlass.Constexpr):
         """16 tokens of dV' as rounded."""
-        ptx.stmatrix_x4_trans(self.dv_at + stage * V_HALF_BYTES + k * 2048, [self.v_words[j, k] for j in range(4)])
+        ptx.stmatrix_x4_trans(self.image_at + stage * IMAGE_BYTES + k * 2048, [self.v_words[j, k] for j in range(4)])

@@ -93,7 +93,7 @@ class ReverseChain:
         shared.init_barriers(tid, self.CHAIN_WARPS, cluster.arrivals_to_free)
         cluster.cluster_arrive()
         shared.clear_above_diagonal(tid)
-        tasks.sort(tid, cute.recast_ptr(shared.ds_image, dtype=Int32))
+        tasks.sort(tid, cute.recast_ptr(shared.images, dtype=Int32))
         cluster.cluster_wait()
         if warp == self.RECORD_LOADER:
             RecordLoader(cta).run()
