@@ -20,12 +20,15 @@ Warps of a CTA:
     0 to 3   chain warps: the links (links.py)
     4        loads both rings, {K_end, A, decay} and {W, Q}, but for d_out (loaders.py)
     5, 6     load d_out, into the stages of the first ring (loaders.py)
-    7        stores dS and dV' (writer.py)
+    7        copies images of dS and dV' to the local records (writer.py)
 
-The cluster's protocol is that of ../../cluster.py. d_out adds to it, per stage of the first ring, one arrival that a warp of the
-same CTA makes at `full`: for use n + 1 after it has seen phase n of `empty`, as the loader. So no barrier gets ahead of itself.
-A warp has brought one use before it waits for the stage of its next one, so every use comes by itself once its stage is free.
-Of each ring a chain warp frees a use before it waits for the next but one.
+The cluster's protocol is that of ../../cluster.py. d_out adds to it, per stage of the first ring, one arrival at `full` that a
+warp of the same CTA makes: for use n + 1 after it has seen phase n of `empty`, as the loader. So no barrier gets ahead of
+itself. A warp has brought one use of d_out before it waits for the stage of another, so every use comes once its stage is free.
+A chain warp frees a use of either ring before it waits for the next but one.
+
+The images of dV' and dS go out by way of a ring of their own, each half a dS. A link takes up to three of its four stages in turn.
+The writer frees each when it has begun to copy the next one, which at that time waits for nothing but chain warps.
 
 Launch. The reverse chain needs prepare's records and nothing of the chain of states, beside which it runs: a CTA of the latter
 lets it start only after having waited for prepare. So records are read without a wait. But the local gradients come after this

@@ -171,7 +171,7 @@ class ChainWarps:
     @cute.jit
     def link(self, c, links, at, ready):
         """Link `c`, counted from the item's last chunk. On entry dS is rounded, `decay` is the chunk's and acc_v holds its
-        A^T dO. `at.image` is for the dV' of the link before. Where there is none, a first link puts the dS of keys 0 to 63 there.
+        A^T dO. `at.image` is for the dV' of the link before; a first link puts half of its dS there, over what is no dV'.
 
         After the last link A^T dO and the decay are made of whatever the next stage holds, and not used.
         """
