@@ -3,7 +3,7 @@
 A task is (sequence, head, value half) as in ../../chain/kernel.py, and a link is the step over one chunk. With dS' [128 keys,
 64 values], the gradient of the state after the chunk, kept as dS'^T:
 
-    dV' = A^T dO             tensor core: A = dO^T, from shared memory; B = A; accumulator `acc_v`; written during the link before
+    dV' = A^T dO             tensor core: A = dO^T, from shared memory; B = A; accumulator `acc_v`; during the link before
     dV' += K_end dS'         tensor core: A = dS'^T in bf16, from registers; B = K_end
     dS  = diag(decay) dS'    CUDA cores: a column scale of the fp32 accumulators `acc_s`, while the products above run
     dS += Q^T dO             tensor core: A = dO^T, from shared memory; B = Q; while dV' is rounded
@@ -27,7 +27,7 @@ warp of the same CTA makes: for use n + 1 after it has seen phase n of `empty`, 
 itself. A warp has brought one use of d_out before it waits for the stage of another, so every use comes once its stage is free.
 A chain warp frees a use of either ring before it waits for the next but one.
 
-The images of dV' and dS go out by way of a ring of their own, each half a dS. A link takes up to three of its four stages in turn.
+The images of dV' and dS, each half a dS, go out by way of a ring. A link takes up to three of its four stages in turn.
 The writer frees each when it has begun to copy the next one, which at that time waits for nothing but chain warps.
 
 Launch. The reverse chain needs prepare's records and nothing of the chain of states, beside which it runs: a CTA of the latter

@@ -25,7 +25,7 @@ class Writer:
 
     @cute.jit
     def write(self):
-        """The images in the order in which they come. One is freed when the copy of the next has begun: two are read at a time."""
+        """The images in the order in which they come. One is freed when the next one's copy has begun: two at a time."""
         args = self.args
         image = RingPosition.of_reader(self.shared.image.stages)
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
