@@ -3,17 +3,18 @@
 A task is (sequence, head, value half) as in ../../chain/kernel.py, and a link is the step over one chunk. With dS' [128 keys,
 64 values], the gradient of the state after the chunk, kept as dS'^T:
 
-    dV' = A^T dO             tensor core: A = dO^T, from shared memory; B = A; accumulator `acc_v`; during the link before
+    dV' = A^T dO             tensor core: A = dO^T, from registers; B = A; accumulator `acc_v`; during the link before
     dV' += K_end dS'         tensor core: A = dS'^T in bf16, from registers; B = K_end
     dS  = diag(decay) dS'    CUDA cores: a column scale of the fp32 accumulators `acc_s`, while the products above run
-    dS += Q^T dO             tensor core: A = dO^T, from shared memory; B = Q; while dV' is rounded
+    dS += Q^T dO             tensor core: the same A; B = Q; while dV' is rounded
     dS -= W^T dV'            tensor core: A = dV'^T in bf16, from registers; B = -W
 
 dS' and dV' as rounded go to the local record of the chunk. The gradient stays fp32 for the whole sequence. Without l2norm, Q
 and A are free of the scale; then everything in the chain is divided by it.
 
 Layout: that of the forward chain. -W and K_end have changed places: the one has tokens as depth here, the other keys.
-dO lies in shared memory by tokens, as swizzled rows of 64 values, of which rows past the end of the sequence are zeros.
+dO lies in shared memory by tokens, as swizzled rows of 64 values, of which rows past the end of the sequence are zeros; it is
+transposed on its way into registers. Products would read it from there three times, and shared memory is busy as it is.
 
 Warps of a CTA:
 

@@ -1,8 +1,8 @@
 """The chain warps of the reverse chain: the links of a work item, last chunk first. kernel.py says what a link computes.
 
 As in ../../chain/links.py the order of statements in `link` is a schedule: arithmetic on the state stands between groups of
-WGMMAs, shared-memory accesses between the products of a group. An operand in registers is stored while no product that reads
-it is in flight: dS during the products with W, dV' one link later, during those with Q.
+WGMMAs, shared-memory accesses between the products of a group. An operand in registers is touched while no product that reads
+it is in flight: dS is stored during the products with W, dV' one link later, during those with Q; dO is loaded after those.
 """
 
 from typing import NamedTuple
@@ -146,6 +146,8 @@ class ChainWarps:
         t = self.fragments
         t.round_state(0, 8)
         self.shared.first.wait_full(first)
+        for k in cutlass.range_constexpr(4):
+            t.load_d_out(first.stage, k)
         warpgroup.fence()
         t.a_d_out(first.stage, range(4), True)
         warpgroup.commit_group()
@@ -201,7 +203,7 @@ class ChainWarps:
         warpgroup.fence()
         for k in cutlass.range_constexpr(4):
             for h in cutlass.range_constexpr(2):
-                t.q_d_out(h, first.stage, second.stage, (k,))
+                t.q_d_out(h, second.stage, (k,))
             t.store_dv(image.stage, k)
         warpgroup.commit_group()
         warpgroup.wait_group(1)  # dV'
@@ -226,16 +228,20 @@ class ChainWarps:
             t.minus_w_dv(1, second.stage, (k,))
             t.store_ds(upper.stage, 4 + k)
         warpgroup.commit_group()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.image.full + upper.stage)
+        warpgroup.wait_group(2)  # the products with dO
+        for k in cutlass.range_constexpr(4):
+            t.load_d_out(following.stage, k)
+        warpgroup.wait_group(1)  # dS, keys 0 to 63
+        t.round_state(0, 4)
+        warpgroup.fence()
         for k in cutlass.range_constexpr(4):
             t.a_d_out(following.stage, (k,), k == 0)
             for j in cutlass.range_constexpr(2):
                 t.load_decay(following.stage, 2 * k + j)
         warpgroup.commit_group()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.image.full + upper.stage)
-        warpgroup.wait_group(2)  # dS, keys 0 to 63
-        t.round_state(0, 4)
         at = Positions(following, second.next(), upper.next())
         ready = self.test(at)
         warpgroup.wait_group(1)  # dS, keys 64 to 127
