@@ -26,8 +26,9 @@ def _mma(b_major):
 class ReverseFragments(Fragments):
     """What a chain thread holds of dS, dV' and the decay, and where the operands of its products lie in shared memory.
 
-    acc_v, acc_s: fp32 accumulators of dV'^T and dS^T, the latter in two halves of 64 keys; s_bf16, v_bf16,
-    d_out_bf16: dS^T, dV'^T and dO^T as operands; decay: of the chunk to come. The names are those of the forward's chain, whose small steps serve here, too.
+    acc_v, acc_s: fp32 accumulators of dV'^T and dS^T, the latter in two halves of 64 keys; s_bf16, v_bf16, d_out_bf16: dS^T,
+    dV'^T and dO^T as operands; decay: of the chunk to come. The names are those of the forward's chain, whose small steps serve
+    here, too.
 
     Args:
         tid, warp: of the chain thread.
