@@ -3,29 +3,33 @@
 A task is (sequence, head, value half) as in ../../chain/kernel.py, and a link is the step over one chunk. With dS' [128 keys,
 64 values], the gradient of the state after the chunk, kept as dS'^T:
 
-    dV' = A^T dO             tensor core: A = dO^T, from shared memory; B = A; accumulator `acc_v`; written during the link before
+    dV' = A^T dO             tensor core: A = dO^T, from registers; B = A; accumulator `acc_v`; during the link before
     dV' += K_end dS'         tensor core: A = dS'^T in bf16, from registers; B = K_end
     dS  = diag(decay) dS'    CUDA cores: a column scale of the fp32 accumulators `acc_s`, while the products above run
-    dS += Q^T dO             tensor core: A = dO^T, from shared memory; B = Q; while dV' is rounded
+    dS += Q^T dO             tensor core: the same A; B = Q; while dV' is rounded
     dS -= W^T dV'            tensor core: A = dV'^T in bf16, from registers; B = -W
 
 dS' and dV' as rounded go to the local record of the chunk. The gradient stays fp32 for the whole sequence. Without l2norm, Q
 and A are free of the scale; then everything in the chain is divided by it.
 
 Layout: that of the forward chain. -W and K_end have changed places: the one has tokens as depth here, the other keys.
-dO lies in shared memory by tokens, as swizzled rows of 64 values, of which rows past the end of the sequence are zeros.
+dO lies in shared memory by tokens, as swizzled rows of 64 values, of which rows past the end of the sequence are zeros; it is
+transposed on its way into registers. Products would read it from there three times, and shared memory is busy as it is.
 
 Warps of a CTA:
 
     0 to 3   chain warps: the links (links.py)
     4        loads both rings, {K_end, A, decay} and {W, Q}, but for d_out (loaders.py)
     5, 6     load d_out, into the stages of the first ring (loaders.py)
-    7        stores dS and dV' (writer.py)
+    7        copies images of dS and dV' to the local records (writer.py)
 
-The cluster's protocol is that of ../../cluster.py. d_out adds to it, per stage of the first ring, one arrival that a warp of the
-same CTA makes at `full`: for use n + 1 after it has seen phase n of `empty`, as the loader. So no barrier gets ahead of itself.
-A warp has brought one use before it waits for the stage of its next one, so every use comes by itself once its stage is free.
-Of each ring a chain warp frees a use before it waits for the next but one.
+The cluster's protocol is that of ../../cluster.py. d_out adds to it, per stage of the first ring, one arrival at `full` that a
+warp of the same CTA makes: for use n + 1 after it has seen phase n of `empty`, as the loader. So no barrier gets ahead of
+itself. A warp has brought one use of d_out before it waits for the stage of another, so every use comes once its stage is free.
+A chain warp frees a use of either ring before it waits for the next but one.
+
+The images of dV' and dS, each half a dS, go out by way of a ring. A link takes up to three of its four stages in turn.
+The writer frees each when it has begun to copy the next one, which at that time waits for nothing but chain warps.
 
 Launch. The reverse chain needs prepare's records and nothing of the chain of states, beside which it runs: a CTA of the latter
 lets it start only after having waited for prepare. So records are read without a wait. But the local gradients come after this
@@ -93,7 +97,7 @@ class ReverseChain:
         shared.init_barriers(tid, self.CHAIN_WARPS, cluster.arrivals_to_free)
         cluster.cluster_arrive()
         shared.clear_above_diagonal(tid)
-        tasks.sort(tid, cute.recast_ptr(shared.ds_image, dtype=Int32))
+        tasks.sort(tid, cute.recast_ptr(shared.images, dtype=Int32))
         cluster.cluster_wait()
         if warp == self.RECORD_LOADER:
             RecordLoader(cta).run()

@@ -1,8 +1,8 @@
 """The chain warps of the reverse chain: the links of a work item, last chunk first. kernel.py says what a link computes.
 
 As in ../../chain/links.py the order of statements in `link` is a schedule: arithmetic on the state stands between groups of
-WGMMAs, shared-memory accesses between the products of a group. An operand in registers is stored while no product that reads
-it is in flight: dS during the products with W, dV' one link later, during those with Q.
+WGMMAs, shared-memory accesses between the products of a group. An operand in registers is touched while no product that reads
+it is in flight: dS is stored during the products with W, dV' one link later, during those with Q; dO is loaded after those.
 """
 
 from typing import NamedTuple
@@ -25,8 +25,7 @@ class Positions(NamedTuple):
 
     first: RingPosition
     second: RingPosition
-    ds: RingPosition
-    dv: RingPosition
+    image: RingPosition
 
 
 class Ready(NamedTuple):
@@ -34,7 +33,7 @@ class Ready(NamedTuple):
 
     first: cutlass.Boolean  # the next link's K_end, A, d_out and decay are there
     second: cutlass.Boolean  # the link's W and Q are there
-    dv: cutlass.Boolean  # the dV' before the last but one is on its way
+    image: cutlass.Boolean  # there is room for the last dV'
 
 
 class ChainWarps:
@@ -58,8 +57,7 @@ class ChainWarps:
         at = Positions(
             first=RingPosition.of_reader(self.shared.first.stages),
             second=RingPosition.of_reader(self.shared.second.stages),
-            ds=RingPosition.of_writer(self.shared.ds.stages),
-            dv=RingPosition.of_writer(self.shared.dv.stages),
+            image=RingPosition.of_writer(self.shared.image.stages),
         )
         entries = self.tasks.entries(self.tasks.task(Int32(0)))
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
@@ -148,6 +146,8 @@ class ChainWarps:
         t = self.fragments
         t.round_state(0, 8)
         self.shared.first.wait_full(first)
+        for k in cutlass.range_constexpr(4):
+            t.load_d_out(first.stage, k)
         warpgroup.fence()
         t.a_d_out(first.stage, range(4), True)
         warpgroup.commit_group()
@@ -167,18 +167,22 @@ class ChainWarps:
         shared = self.shared
         return Ready(
             first=shared.first.is_full(at.first.next()), second=shared.second.is_full(at.second),
-            dv=shared.dv.is_empty(at.dv),
+            image=shared.image.is_empty(at.image),
         )  # fmt: skip
 
     @cute.jit
     def link(self, c, links, at, ready):
         """Link `c`, counted from the item's last chunk. On entry dS is rounded, `decay` is the chunk's and acc_v holds its
-        A^T dO. `at.dv` is the image of the link before.
+        A^T dO. `at.image` is for the dV' of the link before; a first link puts half of its dS there, over what is no dV'.
 
         After the last link A^T dO and the decay are made of whatever the next stage holds, and not used.
         """
         t, shared = self.fragments, self.shared
-        first, second, ds, dv = at
+        first, second, image = at
+        lower = image  # for dS, keys 0 to 63
+        if c > 0:
+            lower = image.next()
+        upper = lower.next()
         following = first.next()
         warpgroup.fence()
         t.k_end_ds(first.stage, range(8))
@@ -193,40 +197,52 @@ class ChainWarps:
         t.decay_state()
         if not ready.second:
             shared.second.wait_full(second)
-        if not ready.dv:
-            shared.dv.wait_empty(dv)
-        ds_ready = shared.ds.is_empty(ds)
+        if not ready.image:
+            shared.image.wait_empty(image)
+        lower_ready = shared.image.is_empty(lower)
         warpgroup.fence()
         for k in cutlass.range_constexpr(4):
             for h in cutlass.range_constexpr(2):
-                t.q_d_out(h, first.stage, second.stage, (k,))
-            t.store_dv(dv.stage, k)
+                t.q_d_out(h, second.stage, (k,))
+            t.store_dv(image.stage, k)
         warpgroup.commit_group()
         warpgroup.wait_group(1)  # dV'
         t.round_v()
-        if not ds_ready:
-            shared.ds.wait_empty(ds)
+        if not lower_ready:
+            shared.image.wait_empty(lower)
+        upper_ready = shared.image.is_empty(upper)
         warpgroup.fence()
-        for h in cutlass.range_constexpr(2):
-            for k in cutlass.range_constexpr(4):
-                t.minus_w_dv(h, second.stage, (k,))
-                t.store_ds(4 * h + k)
-            warpgroup.commit_group()
+        for k in cutlass.range_constexpr(4):
+            t.minus_w_dv(0, second.stage, (k,))
+            t.store_ds(lower.stage, k)
+        warpgroup.commit_group()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.image.full + lower.stage)
+            if c > 0:
+                cute.arch.mbarrier_arrive(shared.image.full + image.stage)
+        if not upper_ready:
+            shared.image.wait_empty(upper)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(4):
+            t.minus_w_dv(1, second.stage, (k,))
+            t.store_ds(upper.stage, 4 + k)
+        warpgroup.commit_group()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.image.full + upper.stage)
+        warpgroup.wait_group(2)  # the products with dO
+        for k in cutlass.range_constexpr(4):
+            t.load_d_out(following.stage, k)
+        warpgroup.wait_group(1)  # dS, keys 0 to 63
+        t.round_state(0, 4)
+        warpgroup.fence()
         for k in cutlass.range_constexpr(4):
             t.a_d_out(following.stage, (k,), k == 0)
             for j in cutlass.range_constexpr(2):
                 t.load_decay(following.stage, 2 * k + j)
         warpgroup.commit_group()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.ds.full + ds.stage)
-        if c > 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.dv.full + dv.stage)
-            dv = dv.next()
-        warpgroup.wait_group(2)  # dS, keys 0 to 63
-        t.round_state(0, 4)
-        at = Positions(following, second.next(), ds.next(), dv)
+        at = Positions(following, second.next(), upper.next())
         ready = self.test(at)
         warpgroup.wait_group(1)  # dS, keys 64 to 127
         t.round_state(4, 8)
@@ -240,10 +256,10 @@ class ChainWarps:
     def finish(self, at):
         """Hand over the last dV' of an item."""
         t, shared = self.fragments, self.shared
-        shared.dv.wait_empty(at.dv)
+        shared.image.wait_empty(at.image)
         for k in cutlass.range_constexpr(4):
-            t.store_dv(at.dv.stage, k)
+            t.store_dv(at.image.stage, k)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.dv.full + at.dv.stage)
-        return at._replace(dv=at.dv.next())
+            cute.arch.mbarrier_arrive(shared.image.full + at.image.stage)
+        return at._replace(image=at.image.next())

@@ -121,5 +121,4 @@ class OutputGradientLoader:
             ptx.cp_async_16_or_zero(targets[i % 2] + i // 2 * 1024, source, size)
             source += step
         ptx.cp_async_wait_all()
-        ptx.fence_proxy_async()  # these writes before the products that read them
         cute.arch.sync_warp()

@@ -17,13 +17,14 @@ from fla_kda_backend.kernels.wy64.tasks import MAX_SORTED
 A_IMAGE = BANDS * A_COLUMN  # all 16 blocks
 D_OUT_BYTES = CHUNK * HALF * 2  # d_out of a chunk and value half
 WQ_BYTES = W_BYTES + Q_BYTES  # a stage of the second ring
-FIRST_STAGES, SECOND_STAGES, DV_STAGES = 3, 3, 2
+IMAGE_BYTES = V_HALF_BYTES  # of a dV', or of 64 keys of a dS
+assert 2 * IMAGE_BYTES == STATE_HALF_BYTES
+FIRST_STAGES, SECOND_STAGES, IMAGE_STAGES = 3, 3, 4
 FIRST_BYTES = K_END_BYTES + A_IMAGE + D_OUT_BYTES + DECAY_BYTES
-IMAGE_BYTES = STATE_HALF_BYTES + DV_STAGES * V_HALF_BYTES
-SMEM_BYTES = HEADER_BYTES + FIRST_STAGES * FIRST_BYTES + SECOND_STAGES * WQ_BYTES + IMAGE_BYTES
+SMEM_BYTES = HEADER_BYTES + FIRST_STAGES * FIRST_BYTES + SECOND_STAGES * WQ_BYTES + IMAGE_STAGES * IMAGE_BYTES
 assert FIRST_STAGES >= 3 and SECOND_STAGES >= 2  # a stage of the first ring is freed after the next one has arrived
 assert SMEM_BYTES <= SMEM_LIMIT
-assert 16 * (FIRST_STAGES + SECOND_STAGES + 1 + DV_STAGES) + 4 * MAX_SORTED <= HEADER_BYTES
+assert 16 * (FIRST_STAGES + SECOND_STAGES + IMAGE_STAGES) + 4 * MAX_SORTED <= HEADER_BYTES
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,13 @@ class Shared:
 
     first: Ring  # K_end, A, d_out, decay: wanted from the chunk's A^T dO on, during the link before
     second: Ring  # W, Q
-    ds: Ring  # dS of a chunk on its way out, one stage
-    dv: Ring  # dV' of a chunk on its way out
+    image: Ring  # on their way out, in turn: dV' of the chunk before, if any, both halves of dS; at the item's end the last dV'
     k_end: Any
     a: Any
     d_out: Any  # [64 tokens][64 values], 16-byte piece p of row r at piece p ^ (r & 7)
     decay: Any
     wq: Any
-    ds_image: Any
-    dv_image: Any
+    images: Any
     order: Any  # MAX_SORTED Int32, see tasks.py
 
     @classmethod
@@ -48,14 +47,14 @@ class Shared:
         smem = SmemAllocator()
         barriers = lambda n: smem.allocate_array(Int64, n, byte_alignment=8)  # noqa: E731
         ring = lambda n: Ring(barriers(n), barriers(n), n)  # noqa: E731
-        first, second, ds, dv = ring(FIRST_STAGES), ring(SECOND_STAGES), ring(1), ring(DV_STAGES)
+        first, second, images = ring(FIRST_STAGES), ring(SECOND_STAGES), ring(IMAGE_STAGES)
         order = smem.allocate_array(Int32, MAX_SORTED, byte_alignment=4)
         image = lambda size: smem.allocate_array(BFloat16, size // 2, byte_alignment=1024)  # noqa: E731
         wq, k_end = image(WQ_BYTES * SECOND_STAGES), image(K_END_BYTES * FIRST_STAGES)
         a, d_out = image(A_IMAGE * FIRST_STAGES), image(D_OUT_BYTES * FIRST_STAGES)
-        ds_image, dv_image = image(STATE_HALF_BYTES), image(V_HALF_BYTES * DV_STAGES)
+        out = image(IMAGE_BYTES * IMAGE_STAGES)
         decay = smem.allocate_array(Float32, DECAY_BYTES // 4 * FIRST_STAGES, byte_alignment=128)
-        return cls(first, second, ds, dv, k_end, a, d_out, decay, wq, ds_image, dv_image, order)
+        return cls(first, second, images, k_end, a, d_out, decay, wq, out, order)
 
     @cute.jit
     def init_barriers(self, tid, chain_warps: cutlass.Constexpr, arrivals_to_free: cutlass.Constexpr):
@@ -67,10 +66,9 @@ class Shared:
                 for s in cutlass.range_constexpr(ring.stages):
                     cute.arch.mbarrier_init(ring.full + s, fillers)
                     cute.arch.mbarrier_init(ring.empty + s, arrivals_to_free)
-            for ring in (self.ds, self.dv):
-                for s in cutlass.range_constexpr(ring.stages):
-                    cute.arch.mbarrier_init(ring.full + s, chain_warps)
-                    cute.arch.mbarrier_init(ring.empty + s, 1)
+            for s in cutlass.range_constexpr(self.image.stages):
+                cute.arch.mbarrier_init(self.image.full + s, chain_warps)
+                cute.arch.mbarrier_init(self.image.empty + s, 1)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit

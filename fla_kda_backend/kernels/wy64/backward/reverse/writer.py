@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.ring import RingPosition
 from fla_kda_backend.kernels.wy64.backward.record import DS_AT, DV_AT, LOCAL_BYTES, STATE_HALF_BYTES, V_HALF_BYTES
+from fla_kda_backend.kernels.wy64.backward.reverse.shared import IMAGE_BYTES
 from fla_kda_backend.kernels.wy64.backward.workspace import local_record
 
 
@@ -24,46 +25,46 @@ class Writer:
 
     @cute.jit
     def write(self):
-        """A link's dS comes together with the dV' of the link before; the last dV' of an item comes by itself.
-
-        The proxy fence is this thread's, behind the barrier: the chain warps would wait for their stores with one.
-        """
-        args, shared = self.args, self.shared
-        ds, dv = RingPosition.of_reader(shared.ds.stages), RingPosition.of_reader(shared.dv.stages)
+        """The images in the order in which they come. One is freed when the next one's copy has begun: two at a time."""
+        args = self.args
+        image = RingPosition.of_reader(self.shared.image.stages)
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
             item = self.tasks.item_now(turn)
             if item.output_links > 0:
                 slot = item.slot + item.first + item.output_links - 1 - args.slot_begin
                 local = local_record(args.workspace, args.heads, args.slot_end - args.slot_begin, item.head, slot)
-                local_ds = local + DS_AT + item.value_half * STATE_HALF_BYTES
-                local_dv = local + DV_AT + item.value_half * V_HALF_BYTES
+                ds = local + DS_AT + item.value_half * STATE_HALF_BYTES
+                dv = local + DV_AT + item.value_half * V_HALF_BYTES
                 for link in cutlass.range(item.output_links, unroll=1):
-                    shared.ds.wait_full(ds)
-                    ptx.fence_proxy_async()
-                    ptx.bulk_store(local_ds, shared.ds_image.toint(), STATE_HALF_BYTES)
-                    ptx.bulk_commit()
-                    local_ds -= LOCAL_BYTES
+                    if link > 0:  # dV' of the link before
+                        self.store(dv, image)
+                        self.free_before(image)
+                        image.advance()
+                        dv -= LOCAL_BYTES
+                    self.store(ds, image)
                     if link > 0:
-                        self.store_dv(local_dv, dv)
-                        ptx.bulk_wait_read_but_one()
-                        cute.arch.mbarrier_arrive(shared.ds.empty)
-                        ptx.bulk_wait_read()
-                        cute.arch.mbarrier_arrive(shared.dv.empty + dv.stage)
-                        local_dv -= LOCAL_BYTES
-                        dv.advance()
-                    else:
-                        ptx.bulk_wait_read()
-                        cute.arch.mbarrier_arrive(shared.ds.empty)
-                    ds.advance()
-                self.store_dv(local_dv, dv)
+                        self.free_before(image)
+                    image.advance()
+                    self.store(ds + IMAGE_BYTES, image)
+                    self.free_before(image)
+                    image.advance()
+                    ds -= LOCAL_BYTES
+                self.store(dv, image)
+                self.free_before(image)
                 ptx.bulk_wait_read()
-                cute.arch.mbarrier_arrive(shared.dv.empty + dv.stage)
-                dv.advance()
+                cute.arch.mbarrier_arrive(self.shared.image.empty + image.stage)
+                image.advance()
         ptx.bulk_wait()
 
-    def store_dv(self, target, dv):
-        """One dV', once it is there, as a group of its own."""
-        self.shared.dv.wait_full(dv)
+    def store(self, target, image):
+        """One image, once it is there, as a group of its own. The proxy fence is this thread's, behind the barrier: the chain
+        warps would wait for their stores with one."""
+        self.shared.image.wait_full(image)
         ptx.fence_proxy_async()
-        ptx.bulk_store(target, self.shared.dv_image.toint() + dv.stage * V_HALF_BYTES, V_HALF_BYTES)
+        ptx.bulk_store(target, self.shared.images.toint() + image.stage * IMAGE_BYTES, IMAGE_BYTES)
         ptx.bulk_commit()
+
+    def free_before(self, image):
+        """Free the image before this one, once it is read."""
+        ptx.bulk_wait_read_but_one()
+        cute.arch.mbarrier_arrive(self.shared.image.empty + image.stage_before())
