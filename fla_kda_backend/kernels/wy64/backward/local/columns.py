@@ -75,37 +75,47 @@ class Columns:
         x = ptx.unpack_bf16x2(words[i // 2])[i % 2]
         return x if scale is None else ptx.mul(x, scale)
 
-    def hats(self, words, table):
-        """All 16."""
-        found = []
-        for i in range(0, TOKENS, 4):
-            found += [self.hat(words, i + e, s) for e, s in enumerate(self.scales(table, i))]
-        return found
-
-    def betas(self):
-        return [b for i in range(0, TOKENS, 4) for b in self.four(Table.BETA, i)]
-
     def band_decay(self, band):
         """Decay of a whole band, of the lane's channel."""
         return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
+
+    def fresh(self):
+        """Pin a, q and k, so that what is computed from them is computed again rather than kept."""
+        for name in ("a", "q", "k"):
+            x = getattr(self, name)
+            setattr(self, name, [y for i in range(0, len(x), 8) for y in ptx.pin(tuple(x[i : i + 8]))])
 
     def one(self):
         """1, so that running products are made anew each time: ptxas would keep them in registers."""
         return ptx.lds_f32(self.memory.table(Table.ONE))
 
-    def running(self):
-        """Decays from the band's start up to and with each token."""
-        r = [ptx.mul(self.one(), self.a[0])]
-        for i in range(1, TOKENS):
-            r.append(ptx.mul(r[-1], self.a[i]))
-        return r
+    def upwards(self):
+        """Yields four tokens at a time, and r of each: the decay from the band's start up to and with it."""
+        r = self.one()
+        for i in range(0, TOKENS, 4):
+            four = []
+            for t in range(i, i + 4):
+                r = ptx.mul(r, self.a[t])
+                four.append(r)
+            yield i, four
 
-    def following(self):
-        """Decays from behind each token to the band's end."""
-        n = [self.one()]
-        for j in range(TOKENS - 1, 0, -1):
-            n.append(ptx.mul(n[-1], self.a[j]))
-        return n[::-1]
+    def downwards(self):
+        """Yields four tokens at a time, the last ones first, and n of each: the decay from behind it to the band's end."""
+        n = self.one()
+        for i in range(TOKENS - 4, -1, -4):
+            four = []
+            for t in range(i + 3, i - 1, -1):
+                four.append(n)
+                n = ptx.mul(n, self.a[t])
+            yield i, four[::-1]
+
+    def four_hats(self, words, table, i):
+        """q^ or k^ of tokens i to i + 3."""
+        return [self.hat(words, i + e, s) for e, s in enumerate(self.scales(table, i))]
+
+    def four_beta_k(self, i):
+        """beta k^ of tokens i to i + 3."""
+        return [ptx.mul(b, k) for b, k in zip(self.four(Table.BETA, i), self.four_hats(self.k, Table.RSTD + 256, i))]
 
     @cute.jit
     def to_columns(self, acc):
@@ -147,20 +157,21 @@ class Columns:
     def write_images(self):
         """q_row, k_row and k_next over q, k and g: all of the tile that this warp alone has read."""
         cute.arch.sync_warp()
-        r, n = self.running(), self.following()
         base = self.memory.base + self.column
-        for i in range(0, TOKENS, 4):
-            q_scale, k_scale, beta = self.scales(Table.RSTD, i), self.scales(Table.RSTD + 256, i), self.four(Table.BETA, i)
+        at = lambda place, t: (base ^ ((t & 7) << 4)) + t * 128 + place  # noqa: E731
+        for i, r in self.upwards():
+            q, bk = self.four_hats(self.q, Table.RSTD, i), self.four_beta_k(i)
             for e in range(4):
-                t = i + e
-                q, k = self.hat(self.q, t, q_scale[e]), self.hat(self.k, t, k_scale[e])
-                word = ptx.pack_bf16x2(ptx.mul(q, r[t]), ptx.mul(ptx.mul(beta[e], k), r[t]))
-                at = (base ^ ((t & 7) << 4)) + t * 128
-                ptx.sts_b16(at + Place.Q, word)
-                ptx.sts_b16(at + Place.K, word >> 16)
-                ptx.sts_b16(at + Place.K_NEXT, ptx.pack_bf16x2(ptx.mul(k, n[t]), Float32(0.0)))
-        at = self.memory.table(Table.BAND) + self.coord.band * 512 + self.coord.channel * 4
-        ptx.sts_f32(at, r[-1])
+                word = ptx.pack_bf16x2(ptx.mul(q[e], r[e]), ptx.mul(bk[e], r[e]))
+                ptx.sts_b16(at(Place.Q, i + e), word)
+                ptx.sts_b16(at(Place.K, i + e), word >> 16)
+        ptx.sts_f32(self.memory.table(Table.BAND) + self.coord.band * 512 + self.coord.channel * 4, r[3])
+        for i, n in self.downwards():
+            k = self.four_hats(self.k, Table.RSTD + 256, i)
+            for e in range(0, 4, 2):
+                word = ptx.pack_bf16x2(ptx.mul(k[e], n[e]), ptx.mul(k[e + 1], n[e + 1]))
+                ptx.sts_b16(at(Place.K_NEXT, i + e), word)
+                ptx.sts_b16(at(Place.K_NEXT, i + e + 1), word >> 16)
 
     def find_band_decays(self):
         """Decays of all bands before this one, of all bands behind it; and what the last state adds to every dlog."""
@@ -178,30 +189,33 @@ class Columns:
     # ---- products with the states, in the patch
     def add_d_q(self):
         """dQ_: dq = r before scale dQ_, and its part of dG."""
-        r, q = self.running(), self.hats(self.q, Table.RSTD)
         factor = self.before * self.args.scale
-        for i in range(TOKENS):
-            x = r[i] * factor * self.from_patch(i)
-            self.dq[i] = x
-            self.dg[i] = q[i] * x
+        for i, r in self.upwards():
+            q = self.four_hats(self.q, Table.RSTD, i)
+            for e in range(4):
+                x = r[e] * factor * self.from_patch(i + e)
+                self.dq[i + e] = x
+                self.dg[i + e] = q[e] * x
 
     def add_x_w(self):
         """X S^T: kr = -r before s_x (X S^T)."""
-        r, k, beta = self.running(), self.hats(self.k, Table.RSTD + 256), self.betas()
         factor = Float32(0.0) - self.before * self.s_x
-        for i in range(TOKENS):
-            x = r[i] * factor * self.from_patch(i)
-            self.kr[i] = x
-            self.dg[i] = self.dg[i] + ptx.mul(beta[i], k[i]) * x
+        for i, r in self.upwards():
+            bk = self.four_beta_k(i)
+            for e in range(4):
+                x = r[e] * factor * self.from_patch(i + e)
+                self.kr[i + e] = x
+                self.dg[i + e] = self.dg[i + e] + bk[e] * x
 
     def add_d_k_end(self):
         """dKe: kc += n behind s_x dKe; e."""
-        n, k = self.following(), self.hats(self.k, Table.RSTD + 256)
         factor = self.behind * self.s_x
-        for i in range(TOKENS):
-            x = n[i] * factor * self.from_patch(i)
-            self.kc[i] = self.kc[i] + x
-            self.e[i] = k[i] * x
+        for i, n in self.downwards():
+            k = self.four_hats(self.k, Table.RSTD + 256, i)
+            for t in range(3, -1, -1):
+                x = n[t] * factor * self.from_patch(i + t)
+                self.kc[i + t] = self.kc[i + t] + x
+                self.e[i + t] = k[t] * x
 
     # ---- between bands
     def tile_address(self, place, band):
@@ -239,27 +253,30 @@ class Columns:
             for i in cutlass.range_constexpr(4):
                 f[i] = ptx.mul(f[i], ptx.lds_f32(t_at + i * 32))
 
-    def add_y(self, words, table, target, beta):
-        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. beta: None, or of the rows."""
-        r, x = self.running(), self.hats(words, table)
-        for i in range(0, TOKENS, 2):
-            pair = [ptx.mul(x[i + e] if beta is None else ptx.mul(beta[i + e], x[i + e]), r[i + e]) for e in range(2)]
-            for e, operand in enumerate(round_pair(*pair)):
+    def add_y(self, target, operands):
+        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes those of four tokens."""
+        for i, r in self.upwards():
+            x = [ptx.mul(y, f) for y, f in zip(operands(i), r)]
+            x = [*round_pair(*x[:2]), *round_pair(*x[2:])]
+            for e in range(4):
                 y = self.from_patch(i + e)
-                target[i + e] = target[i + e] + r[i + e] * y
-                self.dg[i + e] = self.dg[i + e] + operand * y
+                target[i + e] = target[i + e] + r[e] * y
+                self.dg[i + e] = self.dg[i + e] + x[e] * y
 
-    @cute.jit
     def add_rows_between(self):
         """Y_q and Y_k."""
+        self.fresh()
+        self._add_rows_between(int(Part.D_A), self.dq, lambda i: self.four_hats(self.q, Table.RSTD, i))
+        self.fresh()
+        self._add_rows_between(int(Part.D_M), self.kr, self.four_beta_k)
+
+    @cute.jit
+    def _add_rows_between(self, part: cutlass.Constexpr, target, operands: cutlass.Constexpr):
         if self.coord.band > 0:
             y = cute.make_rmem_tensor(16, Float32)
-            self.sum_over_bands_before(y, int(Part.D_A))
+            self.sum_over_bands_before(y, part)
             self.to_columns(y)
-            self.add_y(self.q, Table.RSTD, self.dq, None)
-            self.sum_over_bands_before(y, int(Part.D_M))
-            self.to_columns(y)
-            self.add_y(self.k, Table.RSTD + 256, self.kr, self.betas())
+            self.add_y(target, operands)
 
     @cute.jit
     def add_columns_between(self):
@@ -290,22 +307,22 @@ class Columns:
             f[0] = ptx.mul(f[0], self.band_decay(b))
 
     def _add_y_c(self, f):
-        n, k = self.following(), self.hats(self.k, Table.RSTD + 256)
-        for i in range(0, TOKENS, 2):
-            operands = round_pair(*(ptx.mul(k[i + e], n[i + e]) for e in range(2)))  # k_next
-            operands = round_pair(*(ptx.mul(x, f) for x in operands))
-            for e, operand in enumerate(operands):
-                y = self.from_patch(i + e)
-                exact = n[i + e] * f
-                self.kc[i + e] = self.kc[i + e] + exact * y
-                self.dg[i + e] = self.dg[i + e] + (k[i + e] * exact - operand) * y
+        for i, n in self.downwards():
+            k = self.four_hats(self.k, Table.RSTD + 256, i)
+            x = [ptx.mul(y, m) for y, m in zip(k, n)]
+            x = [ptx.mul(y, f) for y in (*round_pair(*x[:2]), *round_pair(*x[2:]))]  # of k_next
+            x = [*round_pair(*x[:2]), *round_pair(*x[2:])]
+            for t in range(3, -1, -1):
+                y, exact = self.from_patch(i + t), n[t] * f
+                self.kc[i + t] = self.kc[i + t] + exact * y
+                self.dg[i + t] = self.dg[i + t] + (k[t] * exact - x[t]) * y
 
     # ---- inside the band
     def add_in_band(self):
         """All pairs j < i of the band, in fp32; then the diagonal, the sums for dbeta, and dk but for dKe, in kc."""
         coord, a = self.coord, self.a
         at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
-        k = self.hats(self.k, Table.RSTD + 256)
+        k = [x for i in range(0, TOKENS, 4) for x in self.four_hats(self.k, Table.RSTD + 256, i)]
         for i in range(TOKENS):
             if i % 4 == 0:
                 q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
@@ -326,6 +343,7 @@ class Columns:
                 self.dq[i] = self.dq[i] + dq
                 self.kr[i] = self.kr[i] + dk
                 self.dg[i] = ptx.fma(q, dq, ptx.fma(bk, dk, self.dg[i]))
+        self.fresh()
         for i in range(TOKENS):
             self.dg[i] = self.dg[i] - k[i] * self.kc[i]
         total = row_sums([k[i] * self.kr[i] for i in range(TOKENS)], coord.lane)
@@ -356,8 +374,10 @@ class Columns:
                 (Table.DOT_Q, self.dq, self.q, Table.RSTD),
                 (Table.DOT_K, self.kc, self.k, Table.RSTD + 256),
             ):
-                x = self.hats(words, norms)
-                self.store_row_sum(table, row_sums([gradient[i] * x[i] for i in range(TOKENS)], self.coord.lane))
+                products = []
+                for i in range(0, TOKENS, 4):
+                    products += [gradient[i + e] * x for e, x in enumerate(self.four_hats(words, norms, i))]
+                self.store_row_sum(table, row_sums(products, self.coord.lane))
 
     # ---- results
     @cute.jit
