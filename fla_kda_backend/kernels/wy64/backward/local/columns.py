@@ -16,6 +16,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     DIAGONAL,
     DIAGONAL_PITCH,
     PATCH,
+    WORDS,
     Part,
     Place,
     Sums,
@@ -59,6 +60,7 @@ class Columns:
         group, quad = coord.group, coord.quad
         self.patch_acc = patch + group * 128 + (((quad >> 1) ^ ((group & 3) << 1)) << 4) + (quad & 1) * 8
         self.patch_column = patch + coord.lane * 4
+        self.words_at = memory.base + Place.K_NEXT + coord.warp * WORDS + coord.lane * 4
         self.column = column_offset(coord)
 
     # ---- small things
@@ -323,6 +325,11 @@ class Columns:
         coord, a = self.coord, self.a
         at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
         k = [x for i in range(0, TOKENS, 4) for x in self.four_hats(self.k, Table.RSTD + 256, i)]
+        # registers are short here: k itself and dG wait in shared memory, each lane's own
+        for i, word in enumerate(self.k):
+            ptx.sts_b32(self.words_at + i * 128, word)
+        for i in range(TOKENS):
+            ptx.sts_f32(self.patch_column + i * 128, self.dg[i])
         for i in range(TOKENS):
             if i % 4 == 0:
                 q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
@@ -342,10 +349,11 @@ class Columns:
             if i > 0:
                 self.dq[i] = self.dq[i] + dq
                 self.kr[i] = self.kr[i] + dk
-                self.dg[i] = ptx.fma(q, dq, ptx.fma(bk, dk, self.dg[i]))
-        self.fresh()
+                dg = self.patch_column + i * 128
+                ptx.sts_f32(dg, ptx.fma(q, dq, ptx.fma(bk, dk, ptx.lds_f32(dg))))
         for i in range(TOKENS):
-            self.dg[i] = self.dg[i] - k[i] * self.kc[i]
+            self.dg[i] = ptx.lds_f32(self.patch_column + i * 128) - k[i] * self.kc[i]
+        self.fresh()
         total = row_sums([k[i] * self.kr[i] for i in range(TOKENS)], coord.lane)
         self.store_row_sum(Table.DOT_BETA, total)
         for i in range(TOKENS):
@@ -354,6 +362,7 @@ class Columns:
             diagonal = ptx.lds_f32(at + i * DIAGONAL_PITCH + i * 8)
             self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
             self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
+        self.k = [ptx.lds_b32(self.words_at + i * 128) for i in range(TOKENS // 2)]
 
     def store_row_sum(self, table, total):
         """What row_sums returned, to the quarter's part of a table."""

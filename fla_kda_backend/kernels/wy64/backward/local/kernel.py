@@ -46,9 +46,9 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     2      dA, dM; a, q, k into registers; images over q, k, g; C0
     ------------------------------------------------------------------------------------------------------
     3      dQ_, X_w; products between bands
-    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO, q, k, g
+    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO, q, k
     4      inside the bands; dKe; sums
-    ------------------------------------------------------------------------------------------------------   dS', V', v
+    ------------------------------------------------------------------------------------------------------   dS', V', v, g
     5      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
     6      sums for dt_bias and A_log
@@ -171,8 +171,7 @@ class LocalGradients:
             self.loads.load_early(args, memory, n)
             self.loads.load_rows(args, memory, n)
             self.loads.load_late(args, memory, n)
-            if const_expr(self.loads.wide_gate):
-                self.loads.load_gate(args, memory, n)
+            self.loads.load_gate(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
             self.clear_outside(args, tid)
         cute.arch.sync_threads()
@@ -221,8 +220,7 @@ class LocalGradients:
         # step 2
         cute.arch.mbarrier_wait(full(Full.LATE), parity)
         cute.arch.mbarrier_wait(full(Full.ROWS), parity)
-        if const_expr(self.loads.wide_gate):
-            cute.arch.mbarrier_wait(full(Full.GATE), parity)
+        cute.arch.mbarrier_wait(full(Full.GATE), parity)
         acc, flat = tensors.accumulator()
         tensors.start_d_a_or_d_m(acc)
         a_log, bias = self.loads.parameters(args, head, coord.channel)
@@ -271,6 +269,8 @@ class LocalGradients:
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
         if coord.warp == 0:
+            if const_expr(not self.loads.wide_gate):
+                self.loads.load_gate(args, memory, n + 1)
             self.loads.load_late(args, memory, n + 1)
         # step 5
         columns.store_q_and_k(token, head)

@@ -20,6 +20,7 @@ STATE_HALF = 16384  # 128 keys x 64 values
 BLOCK = 512  # a 16x16 block in bf16
 DIAGONAL_PITCH = 144  # of a row of a 16x16 block of pairs of fp32, of 128 bytes
 DIAGONAL = 16 * DIAGONAL_PITCH
+WORDS = 1024  # 8 words of each lane of a warp
 PATCH = 2048  # fp32, 16 tokens of a band x 32 channels of a quarter
 
 
@@ -35,7 +36,7 @@ class Place(IntEnum):
     D_OUT = LOCAL_BYTES
     Q = D_OUT + TILE_BYTES  # then q_row
     K = Q + TILE_BYTES  # then k_row
-    K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
+    K_NEXT = K + TILE_BYTES  # g at first, where it is bf16; after k_next, q and k as the warps' registers hold them
     V = K_NEXT + TILE_BYTES  # then dA and dM
     PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last SUMS
     TABLES = PATCHES + 2 * TILE_BYTES
@@ -90,9 +91,9 @@ class Full(IntEnum):
     """mbarriers."""
 
     EARLY = 0  # T, N, S, dV', dO
-    ROWS = 1  # q, k, and g where it is bf16
+    ROWS = 1  # q, k
     LATE = 2  # dS', V', v
-    GATE = 3  # g, where it is fp32
+    GATE = 3  # g
 
 
 INFO_BYTES = 32
