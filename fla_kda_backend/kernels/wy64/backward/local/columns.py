@@ -352,7 +352,8 @@ class Columns:
                 dg = self.patch_column + i * 128
                 ptx.sts_f32(dg, ptx.fma(q, dq, ptx.fma(bk, dk, ptx.lds_f32(dg))))
         for i in range(TOKENS):
-            self.dg[i] = ptx.lds_f32(self.patch_column + i * 128) - k[i] * self.kc[i]
+            dg = self.patch_column + i * 128
+            ptx.sts_f32(dg, ptx.lds_f32(dg) - k[i] * self.kc[i])
         self.fresh()
         total = row_sums([k[i] * self.kr[i] for i in range(TOKENS)], coord.lane)
         self.store_row_sum(Table.DOT_BETA, total)
@@ -363,6 +364,8 @@ class Columns:
             self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
             self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
         self.k = [ptx.lds_b32(self.words_at + i * 128) for i in range(TOKENS // 2)]
+        for i in range(TOKENS):
+            self.dg[i] = ptx.lds_f32(self.patch_column + i * 128)
 
     def store_row_sum(self, table, total):
         """What row_sums returned, to the quarter's part of a table."""
