@@ -197,7 +197,7 @@ class Columns:
             for e in range(4):
                 x = r[e] * factor * self.from_patch(i + e)
                 self.dq[i + e] = x
-                self.dg[i + e] = q[e] * x
+                self.dg[i + e] = self.dg[i + e] + q[e] * x
 
     def add_x_w(self):
         """X S^T: kr = -r before s_x (X S^T)."""
@@ -265,10 +265,13 @@ class Columns:
                 target[i + e] = target[i + e] + r[e] * y
                 self.dg[i + e] = self.dg[i + e] + x[e] * y
 
-    def add_rows_between(self):
-        """Y_q and Y_k."""
+    def add_y_q(self):
+        """dq += r Y_q, and its part of dG."""
         self.fresh()
         self._add_rows_between(int(Part.D_A), self.dq, lambda i: self.four_hats(self.q, Table.RSTD, i))
+
+    def add_y_k(self):
+        """kr += r Y_k, and its part of dG."""
         self.fresh()
         self._add_rows_between(int(Part.D_M), self.kr, self.four_beta_k)
 
@@ -287,7 +290,7 @@ class Columns:
         f = cute.make_rmem_tensor(1, Float32)
         f[0] = Float32(1.0)
         for i in cutlass.range_constexpr(TOKENS):
-            self.kc[i] = Float32(0.0)
+            self.kc[i] = self.dg[i] = Float32(0.0)
         for b in cutlass.range(coord.band + 1, BANDS, unroll=1):
             y = cute.make_rmem_tensor(16, Float32)
             for i in cutlass.range_constexpr(16):
