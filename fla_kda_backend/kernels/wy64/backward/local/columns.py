@@ -60,7 +60,7 @@ class Columns:
         group, quad = coord.group, coord.quad
         self.patch_acc = patch + group * 128 + (((quad >> 1) ^ ((group & 3) << 1)) << 4) + (quad & 1) * 8
         self.patch_column = patch + coord.lane * 4
-        self.words_at = memory.base + Place.K_NEXT + coord.warp * WORDS + coord.lane * 4
+        self.words = memory.base + coord.warp * WORDS + coord.lane * 4
         self.column = column_offset(coord)
 
     # ---- small things
@@ -323,16 +323,24 @@ class Columns:
                 self.dg[i + t] = self.dg[i + t] + (k[t] * exact - x[t]) * y
 
     # ---- inside the band
+    def words_at(self, place, i):
+        """Address of the lane's word i of 8 in a tile whose image is no longer needed."""
+        return self.words + (int(place) + i * 128)
+
+    def kr_at(self, i):
+        return self.words_at(Place.Q if i < 8 else Place.K, i % 8)
+
     def add_in_band(self):
         """All pairs j < i of the band, in fp32; then the diagonal, the sums for dbeta, and dk but for dKe, in kc."""
         coord, a = self.coord, self.a
         at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
         k = [x for i in range(0, TOKENS, 4) for x in self.four_hats(self.k, Table.RSTD + 256, i)]
-        # registers are short here: k itself and dG wait in shared memory, each lane's own
+        # registers are short here: k itself, dG and kr wait in shared memory, each lane's own
         for i, word in enumerate(self.k):
-            ptx.sts_b32(self.words_at + i * 128, word)
+            ptx.sts_b32(self.words_at(Place.K_NEXT, i), word)
         for i in range(TOKENS):
             ptx.sts_f32(self.patch_column + i * 128, self.dg[i])
+            ptx.sts_f32(self.kr_at(i), self.kr[i])
         for i in range(TOKENS):
             if i % 4 == 0:
                 q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
@@ -351,13 +359,15 @@ class Columns:
                     f = ptx.mul(f, a[j])
             if i > 0:
                 self.dq[i] = self.dq[i] + dq
-                self.kr[i] = self.kr[i] + dk
+                ptx.sts_f32(self.kr_at(i), ptx.lds_f32(self.kr_at(i)) + dk)
                 dg = self.patch_column + i * 128
                 ptx.sts_f32(dg, ptx.fma(q, dq, ptx.fma(bk, dk, ptx.lds_f32(dg))))
         for i in range(TOKENS):
             dg = self.patch_column + i * 128
             ptx.sts_f32(dg, ptx.lds_f32(dg) - k[i] * self.kc[i])
         self.fresh()
+        for i in range(TOKENS):
+            self.kr[i] = ptx.lds_f32(self.kr_at(i))
         total = row_sums([k[i] * self.kr[i] for i in range(TOKENS)], coord.lane)
         self.store_row_sum(Table.DOT_BETA, total)
         for i in range(TOKENS):
@@ -366,7 +376,7 @@ class Columns:
             diagonal = ptx.lds_f32(at + i * DIAGONAL_PITCH + i * 8)
             self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
             self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
-        self.k = [ptx.lds_b32(self.words_at + i * 128) for i in range(TOKENS // 2)]
+        self.k = [ptx.lds_b32(self.words_at(Place.K_NEXT, i)) for i in range(TOKENS // 2)]
         for i in range(TOKENS):
             self.dg[i] = ptx.lds_f32(self.patch_column + i * 128)
 

@@ -46,9 +46,9 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     2      dA, dM; a, q, k into registers; images over q, k, g; C0
     ------------------------------------------------------------------------------------------------------
     3      dQ_, X_w; products between bands
-    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO, q, k
+    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO
     4      inside the bands; dKe; sums
-    ------------------------------------------------------------------------------------------------------   dS', V', v, g
+    ------------------------------------------------------------------------------------------------------   q, k, g, v, dS', V'
     5      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
     6      sums for dt_bias and A_log
@@ -253,7 +253,6 @@ class LocalGradients:
         cute.arch.sync_threads()
         if coord.warp == 0:
             self.loads.load_early(args, memory, n + 1)
-            self.loads.load_rows(args, memory, n + 1)
         # step 4
         columns.fresh()
         columns.add_in_band()
@@ -263,17 +262,18 @@ class LocalGradients:
         warpgroup.wait_group(0)
         columns.to_columns(flat)
         columns.add_d_k_end()
-        g = self.loads.g_again(args, coord, token, rows, head)
         columns.fresh()
         columns.share_sums()
         columns.fresh()
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
         if coord.warp == 0:
+            self.loads.load_rows(args, memory, n + 1)
             if const_expr(not self.loads.wide_gate):
                 self.loads.load_gate(args, memory, n + 1)
             self.loads.load_late(args, memory, n + 1)
         # step 5
+        g = self.loads.g_again(args, coord, token, rows, head)
         columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)

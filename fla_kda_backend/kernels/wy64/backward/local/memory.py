@@ -34,9 +34,9 @@ class Place(IntEnum):
     V_NEW = V_AT
     X = DV_AT  # dV' at first
     D_OUT = LOCAL_BYTES
-    Q = D_OUT + TILE_BYTES  # then q_row
+    Q = D_OUT + TILE_BYTES  # then q_row; then, as in K and K_NEXT, WORDS of each warp
     K = Q + TILE_BYTES  # then k_row
-    K_NEXT = K + TILE_BYTES  # g at first, where it is bf16; after k_next, q and k as the warps' registers hold them
+    K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
     V = K_NEXT + TILE_BYTES  # then dA and dM
     PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last SUMS
     TABLES = PATCHES + 2 * TILE_BYTES
