@@ -17,6 +17,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     DIAGONAL_PITCH,
     PATCH,
     WORDS,
+    Coord,
     Part,
     Place,
     Sums,
@@ -52,15 +53,20 @@ class Columns:
 
     def __init__(self, variant, schedule, loads, args, memory, coord, rows, s_x):
         self.variant, self.schedule, self.loads, self.args, self.memory = variant, schedule, loads, args, memory
-        self.coord, self.rows, self.s_x = coord, rows, s_x
-        self.rows_band = rows - TOKENS * coord.band
+        self.rows, self.s_x = rows, s_x
         column = lambda: cute.make_rmem_tensor(TOKENS, Float32)  # noqa: E731
         self.dq, self.kr, self.kc, self.dg, self.e = column(), column(), column(), column(), column()
-        patch = memory.base + Place.PATCHES + (coord.quarter * BANDS + coord.band) * PATCH
+        self.place(coord)
+
+    def place(self, coord):
+        """Coordinates and addresses."""
+        self.coord, base = coord, self.memory.base
+        self.rows_band = self.rows - TOKENS * coord.band
+        patch = base + Place.PATCHES + (coord.quarter * BANDS + coord.band) * PATCH
         group, quad = coord.group, coord.quad
         self.patch_acc = patch + group * 128 + (((quad >> 1) ^ ((group & 3) << 1)) << 4) + (quad & 1) * 8
         self.patch_column = patch + coord.lane * 4
-        self.words = memory.base + coord.warp * WORDS + coord.lane * 4
+        self.words = base + coord.warp * WORDS + coord.lane * 4
         self.column = column_offset(coord)
 
     # ---- small things
@@ -82,7 +88,8 @@ class Columns:
         return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
 
     def fresh(self):
-        """Pin a, q and k, so that what is computed from them is computed again rather than kept."""
+        """Pin a, q and k and read the coordinates again, so that what is computed from them is computed again rather than kept."""
+        self.place(Coord.read())
         for name in ("a", "q", "k"):
             x = getattr(self, name)
             setattr(self, name, [y for i in range(0, len(x), 8) for y in ptx.pin(tuple(x[i : i + 8]))])

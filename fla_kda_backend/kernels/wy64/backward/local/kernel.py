@@ -151,15 +151,13 @@ class LocalGradients:
 
     @cute.kernel
     def kernel(self, args: LocalArguments):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(tid >> 5)
-        coord = Coord(tid=tid, warp=warp, quarter=warp >> 2, band=warp & 3, lane=tid & 31)
+        coord = Coord.read()
         allocator = SmemAllocator()
         pointer = allocator.allocate_array(BFloat16, SMEM_BYTES // 2, byte_alignment=1024)
         tables = pointer + (Place.TABLES + Table.MBARRIERS) // 2
         memory = Memory(pointer=pointer, mbarriers=cute.recast_ptr(tables, dtype=Int64), base=pointer.toint())
         n = Int32(0)
-        if warp == 0:
+        if coord.warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(len(Full)):
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
@@ -173,11 +171,11 @@ class LocalGradients:
             self.loads.load_late(args, memory, n)
             self.loads.load_gate(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
-            self.clear_outside(args, tid)
+            self.clear_outside(args, coord.tid)
         cute.arch.sync_threads()
         rows = memory.info(n, Info.ROWS)
         while rows > 0:
-            self.chunk(args, memory, coord, n, rows)
+            self.chunk(args, memory, n, rows)
             n += 1
             rows = memory.info(n, Info.ROWS)
 
@@ -203,9 +201,9 @@ class LocalGradients:
 
     # ---- one chunk
     @cute.jit
-    def chunk(self, args, memory, coord, n, rows):
+    def chunk(self, args, memory, n, rows):
         """The gradients of the CTA's pair number n. rows: from its first row to the sequence's end."""
-        parity = n & 1
+        parity, coord = n & 1, Coord.read()
         full = lambda which: memory.mbarriers + int(which)  # noqa: E731
         head, token = memory.info(n, Info.HEAD), memory.info(n, Info.TOKEN)
         s_x = Float32(1.0) if self.variant.l2norm else args.scale
@@ -218,6 +216,7 @@ class LocalGradients:
         ptx.fence_proxy_async()  # X and zeros of dO before the products
         cute.arch.sync_threads()
         # step 2
+        coord = tensors.coord = Coord.read()
         cute.arch.mbarrier_wait(full(Full.LATE), parity)
         cute.arch.mbarrier_wait(full(Full.ROWS), parity)
         cute.arch.mbarrier_wait(full(Full.GATE), parity)
@@ -251,7 +250,7 @@ class LocalGradients:
         columns.add_y_k()
         ptx.fence_proxy_async()  # what was read and written of them before the next chunk's copies
         cute.arch.sync_threads()
-        if coord.warp == 0:
+        if columns.coord.warp == 0:
             self.loads.load_early(args, memory, n + 1)
         # step 4
         columns.fresh()
@@ -267,12 +266,14 @@ class LocalGradients:
         columns.fresh()
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
-        if coord.warp == 0:
+        if columns.coord.warp == 0:
             self.loads.load_rows(args, memory, n + 1)
             if const_expr(not self.loads.wide_gate):
                 self.loads.load_gate(args, memory, n + 1)
             self.loads.load_late(args, memory, n + 1)
         # step 5
+        columns.fresh()
+        coord = columns.coord
         g = self.loads.g_again(args, coord, token, rows, head)
         columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)

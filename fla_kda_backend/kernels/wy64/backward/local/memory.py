@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from fla_kda_backend.kernels import ptx
@@ -131,6 +132,13 @@ class Coord:
     quarter: Int32
     band: Int32
     lane: Int32
+
+    @classmethod
+    def read(cls):
+        """This thread's, read again, so that what depends on it takes no registers for long."""
+        tid = ptx.thread_index()
+        warp = cute.arch.make_warp_uniform(tid >> 5)
+        return cls(tid=tid, warp=warp, quarter=warp >> 2, band=warp & 3, lane=tid & 31)
 
     @property
     def group(self):
