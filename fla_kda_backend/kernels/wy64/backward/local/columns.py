@@ -130,10 +130,15 @@ class Columns:
     def to_columns(self, acc):
         """Bring 16 accumulators of the warp's rows and channels into its patch, for `from_patch`."""
         cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(4):
-            for r in cutlass.range_constexpr(2):
-                ptx.sts_v2_f32((self.patch_acc ^ (i << 5)) + r * 1024, acc[4 * i + 2 * r], acc[4 * i + 2 * r + 1])
+        for kk in cutlass.range_constexpr(2):
+            self.to_half_patch(kk, [acc[8 * kk + e] for e in range(8)])
         cute.arch.sync_warp()
+
+    def to_half_patch(self, kk, acc):
+        """The accumulators of 16 channels; warp barriers before and after."""
+        for n in range(2):
+            for r in range(2):
+                ptx.sts_v2_f32((self.patch_acc ^ ((2 * kk + n) << 5)) + r * 1024, acc[4 * n + 2 * r], acc[4 * n + 2 * r + 1])
 
     def from_patch(self, i):
         """Token i of what `to_columns` left."""
@@ -183,7 +188,7 @@ class Columns:
                 ptx.sts_b16(at(Place.K_NEXT, i + e + 1), word >> 16)
 
     def find_band_decays(self):
-        """Decays of all bands before this one, of all bands behind it; and what the last state adds to every dlog."""
+        """Decays of all bands before this one, of all bands behind it; dG begins with D C0 s_x."""
         before, behind, whole = Float32(1.0), Float32(1.0), Float32(1.0)
         for b in range(BANDS):
             t = self.band_decay(b)
@@ -193,7 +198,11 @@ class Columns:
         c0 = Float32(0.0)
         for part in range(4):
             c0 = c0 + ptx.lds_f32(self.memory.table(Table.C0) + part * 512 + self.coord.channel * 4)
-        self.before, self.behind, self.from_state = before, behind, whole * c0 * self.s_x
+        self.before, self.behind = before, behind
+        for i in range(TOKENS):
+            self.kc[i] = self.dg[i] = Float32(0.0)
+        # enters every token's d as a part of the last token's dG
+        self.dg[TOKENS - 1] = ptx.less_f32(self.coord.band, BANDS - 1, 0.0, whole * c0 * self.s_x)
 
     # ---- products with the states, in the patch
     def add_d_q(self):
@@ -234,33 +243,29 @@ class Columns:
         return self.memory.base + place + (quarter >> 1) * 8192 + (16 * band + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4)
 
     @cute.jit
-    def sum_over_bands_before(self, y, part: cutlass.Constexpr):
-        """y = sum over bands c before of P[b, c] kcol(b)[c], P = dA or dM."""
+    def sum_over_bands_before(self, kk: cutlass.Constexpr, part: cutlass.Constexpr):
+        """Sums over bands c before of P[b, c] kcol(b)[c], P = dA or dM, of 16 channels, to the patch."""
         coord = self.coord
-        f = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(4):
-            f[i] = Float32(1.0)
-        for i in cutlass.range_constexpr(16):
+        f, y = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(8, Float32)
+        f[0] = f[1] = Float32(1.0)
+        for i in cutlass.range_constexpr(8):
             y[i] = Float32(0.0)
         for step in cutlass.range(coord.band, unroll=1):
             c = coord.band - 1 - step
             number = coord.band * (coord.band - 1) // 2 + c
             p = ptx.ldmatrix_x4(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
-            at = self.tile_address(Place.K_NEXT, c)
-            for kk in cutlass.range_constexpr(2):
-                words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
-                for n in cutlass.range_constexpr(2):
-                    b = []
-                    for word in words[2 * n : 2 * n + 2]:
-                        x0, x1 = ptx.unpack_bf16x2(word)
-                        b.append(ptx.pack_bf16x2(ptx.mul(x0, f[2 * kk + n]), ptx.mul(x1, f[2 * kk + n])))
-                    o = 8 * kk + 4 * n
-                    sums = ptx.mma_bf16(p, b, [y[o + e] for e in range(4)])
-                    for e in cutlass.range_constexpr(4):
-                        y[o + e] = sums[e]
-            t_at = self.memory.table(Table.BAND) + c * 512 + coord.quarter * 128 + coord.group * 4
-            for i in cutlass.range_constexpr(4):
-                f[i] = ptx.mul(f[i], ptx.lds_f32(t_at + i * 32))
+            words = ptx.ldmatrix_x4_trans(self.tile_address(Place.K_NEXT, c) ^ (kk << 5))
+            t_at = self.memory.table(Table.BAND) + c * 512 + coord.quarter * 128 + coord.group * 4 + kk * 64
+            for n in cutlass.range_constexpr(2):
+                b = []
+                for word in words[2 * n : 2 * n + 2]:
+                    x0, x1 = ptx.unpack_bf16x2(word)
+                    b.append(ptx.pack_bf16x2(ptx.mul(x0, f[n]), ptx.mul(x1, f[n])))
+                sums = ptx.mma_bf16(p, b, [y[4 * n + e] for e in range(4)])
+                for e in cutlass.range_constexpr(4):
+                    y[4 * n + e] = sums[e]
+                f[n] = ptx.mul(f[n], ptx.lds_f32(t_at + n * 32))
+        self.to_half_patch(kk, y)
 
     def add_y(self, target, operands):
         """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes those of four tokens."""
@@ -285,9 +290,10 @@ class Columns:
     @cute.jit
     def _add_rows_between(self, part: cutlass.Constexpr, target, operands: cutlass.Constexpr):
         if self.coord.band > 0:
-            y = cute.make_rmem_tensor(16, Float32)
-            self.sum_over_bands_before(y, part)
-            self.to_columns(y)
+            cute.arch.sync_warp()
+            for kk in cutlass.range_constexpr(2):
+                self.sum_over_bands_before(kk, part)
+            cute.arch.sync_warp()
             self.add_y(target, operands)
 
     @cute.jit
@@ -296,25 +302,21 @@ class Columns:
         coord = self.coord
         f = cute.make_rmem_tensor(1, Float32)
         f[0] = Float32(1.0)
-        for i in cutlass.range_constexpr(TOKENS):
-            self.kc[i] = self.dg[i] = Float32(0.0)
         for b in cutlass.range(coord.band + 1, BANDS, unroll=1):
-            y = cute.make_rmem_tensor(16, Float32)
-            for i in cutlass.range_constexpr(16):
-                y[i] = Float32(0.0)
             number = b * (b - 1) // 2 + coord.band
-            for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
-                w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
-                p = [w[0], w[2], w[1], w[3]]
-                at = self.tile_address(place, b)
-                for kk in cutlass.range_constexpr(2):
-                    words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
-                    for n in cutlass.range_constexpr(2):
-                        o = 8 * kk + 4 * n
-                        sums = ptx.mma_bf16(p, words[2 * n : 2 * n + 2], [y[o + e] for e in range(4)])
-                        for e in cutlass.range_constexpr(4):
-                            y[o + e] = sums[e]
-            self.to_columns(y)
+            cute.arch.sync_warp()
+            for kk in cutlass.range_constexpr(2):
+                y = [Float32(0.0)] * 8
+                for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
+                    w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
+                    words = ptx.ldmatrix_x4_trans(self.tile_address(place, b) ^ (kk << 5))
+                    y = [
+                        x
+                        for n in range(2)
+                        for x in ptx.mma_bf16([w[0], w[2], w[1], w[3]], words[2 * n : 2 * n + 2], y[4 * n : 4 * n + 4])
+                    ]
+                self.to_half_patch(kk, y)
+            cute.arch.sync_warp()
             self._add_y_c(f[0])
             f[0] = ptx.mul(f[0], self.band_decay(b))
 
@@ -446,7 +448,7 @@ class Columns:
     def store_gate(self, g, a_log, bias, token, head):
         """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to SUMS."""
         coord = self.coord
-        run, prefix = self.from_state, Float32(0.0)
+        run, prefix = Float32(0.0), Float32(0.0)
         at = self.memory.base + Place.TABLES + coord.channel * 4
         for b in range(BANDS):
             run = run + ptx.less_f32(coord.band, b, ptx.lds_f32(at + Table.D_G + b * 512), 0.0)

@@ -271,9 +271,12 @@ class LocalGradients:
             if const_expr(not self.loads.wide_gate):
                 self.loads.load_gate(args, memory, n + 1)
             self.loads.load_late(args, memory, n + 1)
-        # step 5
+        # step 5: what would have taken registers since step 1 is read again
+        head, token, columns.rows = (memory.info(n, field) for field in (Info.HEAD, Info.TOKEN, Info.ROWS))
+        rows = columns.rows
         columns.fresh()
         coord = columns.coord
+        a_log, bias = self.loads.parameters(args, head, coord.channel)
         g = self.loads.g_again(args, coord, token, rows, head)
         columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
