@@ -206,23 +206,23 @@ class Columns:
 
     # ---- products with the states, in the patch
     def add_d_q(self):
-        """dQ_: dq = r before scale dQ_, and its part of dG."""
+        """dQ_: dq += r before scale dQ_, and its part of dG."""
         factor = self.before * self.args.scale
         for i, r in self.upwards():
             q = self.four_hats(self.q, Table.RSTD, i)
             for e in range(4):
                 x = r[e] * factor * self.from_patch(i + e)
-                self.dq[i + e] = x
+                self.dq[i + e] = self.dq[i + e] + x
                 self.dg[i + e] = self.dg[i + e] + q[e] * x
 
     def add_x_w(self):
-        """X S^T: kr = -r before s_x (X S^T)."""
+        """X S^T: kr -= r before s_x (X S^T), and its part of dG."""
         factor = Float32(0.0) - self.before * self.s_x
         for i, r in self.upwards():
             bk = self.four_beta_k(i)
             for e in range(4):
                 x = r[e] * factor * self.from_patch(i + e)
-                self.kr[i + e] = x
+                self.kr[i + e] = self.kr[i + e] + x
                 self.dg[i + e] = self.dg[i + e] + bk[e] * x
 
     def add_d_k_end(self):
@@ -278,17 +278,19 @@ class Columns:
                 self.dg[i + e] = self.dg[i + e] + x[e] * y
 
     def add_y_q(self):
-        """dq += r Y_q, and its part of dG."""
+        """dq = r Y_q, and its part of dG."""
         self.fresh()
         self._add_rows_between(int(Part.D_A), self.dq, lambda i: self.four_hats(self.q, Table.RSTD, i))
 
     def add_y_k(self):
-        """kr += r Y_k, and its part of dG."""
+        """kr = r Y_k, and its part of dG."""
         self.fresh()
         self._add_rows_between(int(Part.D_M), self.kr, self.four_beta_k)
 
     @cute.jit
     def _add_rows_between(self, part: cutlass.Constexpr, target, operands: cutlass.Constexpr):
+        for i in cutlass.range_constexpr(TOKENS):
+            target[i] = Float32(0.0)
         if self.coord.band > 0:
             cute.arch.sync_warp()
             for kk in cutlass.range_constexpr(2):
