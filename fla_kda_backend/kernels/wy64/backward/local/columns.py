@@ -16,6 +16,8 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     DIAGONAL,
     DIAGONAL_PITCH,
     PATCH,
+    WORDS,
+    Coord,
     Part,
     Place,
     Sums,
@@ -51,14 +53,20 @@ class Columns:
 
     def __init__(self, variant, schedule, loads, args, memory, coord, rows, s_x):
         self.variant, self.schedule, self.loads, self.args, self.memory = variant, schedule, loads, args, memory
-        self.coord, self.rows, self.s_x = coord, rows, s_x
-        self.rows_band = rows - TOKENS * coord.band
+        self.rows, self.s_x = rows, s_x
         column = lambda: cute.make_rmem_tensor(TOKENS, Float32)  # noqa: E731
         self.dq, self.kr, self.kc, self.dg, self.e = column(), column(), column(), column(), column()
-        patch = memory.base + Place.PATCHES + (coord.quarter * BANDS + coord.band) * PATCH
+        self.place(coord)
+
+    def place(self, coord):
+        """Coordinates and addresses."""
+        self.coord, base = coord, self.memory.base
+        self.rows_band = self.rows - TOKENS * coord.band
+        patch = base + Place.PATCHES + (coord.quarter * BANDS + coord.band) * PATCH
         group, quad = coord.group, coord.quad
         self.patch_acc = patch + group * 128 + (((quad >> 1) ^ ((group & 3) << 1)) << 4) + (quad & 1) * 8
         self.patch_column = patch + coord.lane * 4
+        self.words = base + coord.warp * WORDS + coord.lane * 4
         self.column = column_offset(coord)
 
     # ---- small things
@@ -75,46 +83,62 @@ class Columns:
         x = ptx.unpack_bf16x2(words[i // 2])[i % 2]
         return x if scale is None else ptx.mul(x, scale)
 
-    def hats(self, words, table):
-        """All 16."""
-        found = []
-        for i in range(0, TOKENS, 4):
-            found += [self.hat(words, i + e, s) for e, s in enumerate(self.scales(table, i))]
-        return found
-
-    def betas(self):
-        return [b for i in range(0, TOKENS, 4) for b in self.four(Table.BETA, i)]
-
     def band_decay(self, band):
         """Decay of a whole band, of the lane's channel."""
         return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
+
+    def fresh(self):
+        """Pin a, q and k and read the coordinates again, so that what is computed from them is computed again rather than kept."""
+        self.place(Coord.read())
+        for name in ("a", "q", "k"):
+            x = getattr(self, name)
+            setattr(self, name, [y for i in range(0, len(x), 8) for y in ptx.pin(tuple(x[i : i + 8]))])
 
     def one(self):
         """1, so that running products are made anew each time: ptxas would keep them in registers."""
         return ptx.lds_f32(self.memory.table(Table.ONE))
 
-    def running(self):
-        """Decays from the band's start up to and with each token."""
-        r = [ptx.mul(self.one(), self.a[0])]
-        for i in range(1, TOKENS):
-            r.append(ptx.mul(r[-1], self.a[i]))
-        return r
+    def upwards(self):
+        """Yields four tokens at a time, and r of each: the decay from the band's start up to and with it."""
+        r = self.one()
+        for i in range(0, TOKENS, 4):
+            four = []
+            for t in range(i, i + 4):
+                r = ptx.mul(r, self.a[t])
+                four.append(r)
+            yield i, four
 
-    def following(self):
-        """Decays from behind each token to the band's end."""
-        n = [self.one()]
-        for j in range(TOKENS - 1, 0, -1):
-            n.append(ptx.mul(n[-1], self.a[j]))
-        return n[::-1]
+    def downwards(self):
+        """Yields four tokens at a time, the last ones first, and n of each: the decay from behind it to the band's end."""
+        n = self.one()
+        for i in range(TOKENS - 4, -1, -4):
+            four = []
+            for t in range(i + 3, i - 1, -1):
+                four.append(n)
+                n = ptx.mul(n, self.a[t])
+            yield i, four[::-1]
+
+    def four_hats(self, words, table, i):
+        """q^ or k^ of tokens i to i + 3."""
+        return [self.hat(words, i + e, s) for e, s in enumerate(self.scales(table, i))]
+
+    def four_beta_k(self, i):
+        """beta k^ of tokens i to i + 3."""
+        return [ptx.mul(b, k) for b, k in zip(self.four(Table.BETA, i), self.four_hats(self.k, Table.RSTD + 256, i))]
 
     @cute.jit
     def to_columns(self, acc):
         """Bring 16 accumulators of the warp's rows and channels into its patch, for `from_patch`."""
         cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(4):
-            for r in cutlass.range_constexpr(2):
-                ptx.sts_v2_f32((self.patch_acc ^ (i << 5)) + r * 1024, acc[4 * i + 2 * r], acc[4 * i + 2 * r + 1])
+        for kk in cutlass.range_constexpr(2):
+            self.to_half_patch(kk, [acc[8 * kk + e] for e in range(8)])
         cute.arch.sync_warp()
+
+    def to_half_patch(self, kk, acc):
+        """The accumulators of 16 channels; warp barriers before and after."""
+        for n in range(2):
+            for r in range(2):
+                ptx.sts_v2_f32((self.patch_acc ^ ((2 * kk + n) << 5)) + r * 1024, acc[4 * n + 2 * r], acc[4 * n + 2 * r + 1])
 
     def from_patch(self, i):
         """Token i of what `to_columns` left."""
@@ -147,23 +171,24 @@ class Columns:
     def write_images(self):
         """q_row, k_row and k_next over q, k and g: all of the tile that this warp alone has read."""
         cute.arch.sync_warp()
-        r, n = self.running(), self.following()
         base = self.memory.base + self.column
-        for i in range(0, TOKENS, 4):
-            q_scale, k_scale, beta = self.scales(Table.RSTD, i), self.scales(Table.RSTD + 256, i), self.four(Table.BETA, i)
+        at = lambda place, t: (base ^ ((t & 7) << 4)) + t * 128 + place  # noqa: E731
+        for i, r in self.upwards():
+            q, bk = self.four_hats(self.q, Table.RSTD, i), self.four_beta_k(i)
             for e in range(4):
-                t = i + e
-                q, k = self.hat(self.q, t, q_scale[e]), self.hat(self.k, t, k_scale[e])
-                word = ptx.pack_bf16x2(ptx.mul(q, r[t]), ptx.mul(ptx.mul(beta[e], k), r[t]))
-                at = (base ^ ((t & 7) << 4)) + t * 128
-                ptx.sts_b16(at + Place.Q, word)
-                ptx.sts_b16(at + Place.K, word >> 16)
-                ptx.sts_b16(at + Place.K_NEXT, ptx.pack_bf16x2(ptx.mul(k, n[t]), Float32(0.0)))
-        at = self.memory.table(Table.BAND) + self.coord.band * 512 + self.coord.channel * 4
-        ptx.sts_f32(at, r[-1])
+                word = ptx.pack_bf16x2(ptx.mul(q[e], r[e]), ptx.mul(bk[e], r[e]))
+                ptx.sts_b16(at(Place.Q, i + e), word)
+                ptx.sts_b16(at(Place.K, i + e), word >> 16)
+        ptx.sts_f32(self.memory.table(Table.BAND) + self.coord.band * 512 + self.coord.channel * 4, r[3])
+        for i, n in self.downwards():
+            k = self.four_hats(self.k, Table.RSTD + 256, i)
+            for e in range(0, 4, 2):
+                word = ptx.pack_bf16x2(ptx.mul(k[e], n[e]), ptx.mul(k[e + 1], n[e + 1]))
+                ptx.sts_b16(at(Place.K_NEXT, i + e), word)
+                ptx.sts_b16(at(Place.K_NEXT, i + e + 1), word >> 16)
 
     def find_band_decays(self):
-        """Decays of all bands before this one, of all bands behind it; and what the last state adds to every dlog."""
+        """Decays of all bands before this one, of all bands behind it; dG begins with D C0 s_x."""
         before, behind, whole = Float32(1.0), Float32(1.0), Float32(1.0)
         for b in range(BANDS):
             t = self.band_decay(b)
@@ -173,35 +198,42 @@ class Columns:
         c0 = Float32(0.0)
         for part in range(4):
             c0 = c0 + ptx.lds_f32(self.memory.table(Table.C0) + part * 512 + self.coord.channel * 4)
-        self.before, self.behind, self.from_state = before, behind, whole * c0 * self.s_x
+        self.before, self.behind = before, behind
+        for i in range(TOKENS):
+            self.kc[i] = self.dg[i] = Float32(0.0)
+        # enters every token's d as a part of the last token's dG
+        self.dg[TOKENS - 1] = ptx.less_f32(self.coord.band, BANDS - 1, 0.0, whole * c0 * self.s_x)
 
     # ---- products with the states, in the patch
     def add_d_q(self):
-        """dQ_: dq = r before scale dQ_, and its part of dG."""
-        r, q = self.running(), self.hats(self.q, Table.RSTD)
+        """dQ_: dq += r before scale dQ_, and its part of dG."""
         factor = self.before * self.args.scale
-        for i in range(TOKENS):
-            x = r[i] * factor * self.from_patch(i)
-            self.dq[i] = x
-            self.dg[i] = q[i] * x
+        for i, r in self.upwards():
+            q = self.four_hats(self.q, Table.RSTD, i)
+            for e in range(4):
+                x = r[e] * factor * self.from_patch(i + e)
+                self.dq[i + e] = self.dq[i + e] + x
+                self.dg[i + e] = self.dg[i + e] + q[e] * x
 
     def add_x_w(self):
-        """X S^T: kr = -r before s_x (X S^T)."""
-        r, k, beta = self.running(), self.hats(self.k, Table.RSTD + 256), self.betas()
+        """X S^T: kr -= r before s_x (X S^T), and its part of dG."""
         factor = Float32(0.0) - self.before * self.s_x
-        for i in range(TOKENS):
-            x = r[i] * factor * self.from_patch(i)
-            self.kr[i] = x
-            self.dg[i] = self.dg[i] + ptx.mul(beta[i], k[i]) * x
+        for i, r in self.upwards():
+            bk = self.four_beta_k(i)
+            for e in range(4):
+                x = r[e] * factor * self.from_patch(i + e)
+                self.kr[i + e] = self.kr[i + e] + x
+                self.dg[i + e] = self.dg[i + e] + bk[e] * x
 
     def add_d_k_end(self):
         """dKe: kc += n behind s_x dKe; e."""
-        n, k = self.following(), self.hats(self.k, Table.RSTD + 256)
         factor = self.behind * self.s_x
-        for i in range(TOKENS):
-            x = n[i] * factor * self.from_patch(i)
-            self.kc[i] = self.kc[i] + x
-            self.e[i] = k[i] * x
+        for i, n in self.downwards():
+            k = self.four_hats(self.k, Table.RSTD + 256, i)
+            for t in range(3, -1, -1):
+                x = n[t] * factor * self.from_patch(i + t)
+                self.kc[i + t] = self.kc[i + t] + x
+                self.e[i + t] = k[t] * x
 
     # ---- between bands
     def tile_address(self, place, band):
@@ -211,55 +243,60 @@ class Columns:
         return self.memory.base + place + (quarter >> 1) * 8192 + (16 * band + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4)
 
     @cute.jit
-    def sum_over_bands_before(self, y, part: cutlass.Constexpr):
-        """y = sum over bands c before of P[b, c] kcol(b)[c], P = dA or dM."""
+    def sum_over_bands_before(self, kk: cutlass.Constexpr, part: cutlass.Constexpr):
+        """Sums over bands c before of P[b, c] kcol(b)[c], P = dA or dM, of 16 channels, to the patch."""
         coord = self.coord
-        f = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(4):
-            f[i] = Float32(1.0)
-        for i in cutlass.range_constexpr(16):
+        f, y = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(8, Float32)
+        f[0] = f[1] = Float32(1.0)
+        for i in cutlass.range_constexpr(8):
             y[i] = Float32(0.0)
         for step in cutlass.range(coord.band, unroll=1):
             c = coord.band - 1 - step
             number = coord.band * (coord.band - 1) // 2 + c
             p = ptx.ldmatrix_x4(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
-            at = self.tile_address(Place.K_NEXT, c)
-            for kk in cutlass.range_constexpr(2):
-                words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
-                for n in cutlass.range_constexpr(2):
-                    b = []
-                    for word in words[2 * n : 2 * n + 2]:
-                        x0, x1 = ptx.unpack_bf16x2(word)
-                        b.append(ptx.pack_bf16x2(ptx.mul(x0, f[2 * kk + n]), ptx.mul(x1, f[2 * kk + n])))
-                    o = 8 * kk + 4 * n
-                    sums = ptx.mma_bf16(p, b, [y[o + e] for e in range(4)])
-                    for e in cutlass.range_constexpr(4):
-                        y[o + e] = sums[e]
-            t_at = self.memory.table(Table.BAND) + c * 512 + coord.quarter * 128 + coord.group * 4
-            for i in cutlass.range_constexpr(4):
-                f[i] = ptx.mul(f[i], ptx.lds_f32(t_at + i * 32))
+            words = ptx.ldmatrix_x4_trans(self.tile_address(Place.K_NEXT, c) ^ (kk << 5))
+            t_at = self.memory.table(Table.BAND) + c * 512 + coord.quarter * 128 + coord.group * 4 + kk * 64
+            for n in cutlass.range_constexpr(2):
+                b = []
+                for word in words[2 * n : 2 * n + 2]:
+                    x0, x1 = ptx.unpack_bf16x2(word)
+                    b.append(ptx.pack_bf16x2(ptx.mul(x0, f[n]), ptx.mul(x1, f[n])))
+                sums = ptx.mma_bf16(p, b, [y[4 * n + e] for e in range(4)])
+                for e in cutlass.range_constexpr(4):
+                    y[4 * n + e] = sums[e]
+                f[n] = ptx.mul(f[n], ptx.lds_f32(t_at + n * 32))
+        self.to_half_patch(kk, y)
 
-    def add_y(self, words, table, target, beta):
-        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. beta: None, or of the rows."""
-        r, x = self.running(), self.hats(words, table)
-        for i in range(0, TOKENS, 2):
-            pair = [ptx.mul(x[i + e] if beta is None else ptx.mul(beta[i + e], x[i + e]), r[i + e]) for e in range(2)]
-            for e, operand in enumerate(round_pair(*pair)):
+    def add_y(self, target, operands):
+        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes those of four tokens."""
+        for i, r in self.upwards():
+            x = [ptx.mul(y, f) for y, f in zip(operands(i), r)]
+            x = [*round_pair(*x[:2]), *round_pair(*x[2:])]
+            for e in range(4):
                 y = self.from_patch(i + e)
-                target[i + e] = target[i + e] + r[i + e] * y
-                self.dg[i + e] = self.dg[i + e] + operand * y
+                target[i + e] = target[i + e] + r[e] * y
+                self.dg[i + e] = self.dg[i + e] + x[e] * y
+
+    def add_y_q(self):
+        """dq = r Y_q, and its part of dG."""
+        self.fresh()
+        self._add_rows_between(int(Part.D_A), self.dq, lambda i: self.four_hats(self.q, Table.RSTD, i))
+
+    def add_y_k(self):
+        """kr = r Y_k, and its part of dG."""
+        self.fresh()
+        self._add_rows_between(int(Part.D_M), self.kr, self.four_beta_k)
 
     @cute.jit
-    def add_rows_between(self):
-        """Y_q and Y_k."""
+    def _add_rows_between(self, part: cutlass.Constexpr, target, operands: cutlass.Constexpr):
+        for i in cutlass.range_constexpr(TOKENS):
+            target[i] = Float32(0.0)
         if self.coord.band > 0:
-            y = cute.make_rmem_tensor(16, Float32)
-            self.sum_over_bands_before(y, int(Part.D_A))
-            self.to_columns(y)
-            self.add_y(self.q, Table.RSTD, self.dq, None)
-            self.sum_over_bands_before(y, int(Part.D_M))
-            self.to_columns(y)
-            self.add_y(self.k, Table.RSTD + 256, self.kr, self.betas())
+            cute.arch.sync_warp()
+            for kk in cutlass.range_constexpr(2):
+                self.sum_over_bands_before(kk, part)
+            cute.arch.sync_warp()
+            self.add_y(target, operands)
 
     @cute.jit
     def add_columns_between(self):
@@ -267,45 +304,54 @@ class Columns:
         coord = self.coord
         f = cute.make_rmem_tensor(1, Float32)
         f[0] = Float32(1.0)
-        for i in cutlass.range_constexpr(TOKENS):
-            self.kc[i] = Float32(0.0)
         for b in cutlass.range(coord.band + 1, BANDS, unroll=1):
-            y = cute.make_rmem_tensor(16, Float32)
-            for i in cutlass.range_constexpr(16):
-                y[i] = Float32(0.0)
             number = b * (b - 1) // 2 + coord.band
-            for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
-                w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
-                p = [w[0], w[2], w[1], w[3]]
-                at = self.tile_address(place, b)
-                for kk in cutlass.range_constexpr(2):
-                    words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
-                    for n in cutlass.range_constexpr(2):
-                        o = 8 * kk + 4 * n
-                        sums = ptx.mma_bf16(p, words[2 * n : 2 * n + 2], [y[o + e] for e in range(4)])
-                        for e in cutlass.range_constexpr(4):
-                            y[o + e] = sums[e]
-            self.to_columns(y)
+            cute.arch.sync_warp()
+            for kk in cutlass.range_constexpr(2):
+                y = [Float32(0.0)] * 8
+                for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
+                    w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
+                    words = ptx.ldmatrix_x4_trans(self.tile_address(place, b) ^ (kk << 5))
+                    y = [
+                        x
+                        for n in range(2)
+                        for x in ptx.mma_bf16([w[0], w[2], w[1], w[3]], words[2 * n : 2 * n + 2], y[4 * n : 4 * n + 4])
+                    ]
+                self.to_half_patch(kk, y)
+            cute.arch.sync_warp()
             self._add_y_c(f[0])
             f[0] = ptx.mul(f[0], self.band_decay(b))
 
     def _add_y_c(self, f):
-        n, k = self.following(), self.hats(self.k, Table.RSTD + 256)
-        for i in range(0, TOKENS, 2):
-            operands = round_pair(*(ptx.mul(k[i + e], n[i + e]) for e in range(2)))  # k_next
-            operands = round_pair(*(ptx.mul(x, f) for x in operands))
-            for e, operand in enumerate(operands):
-                y = self.from_patch(i + e)
-                exact = n[i + e] * f
-                self.kc[i + e] = self.kc[i + e] + exact * y
-                self.dg[i + e] = self.dg[i + e] + (k[i + e] * exact - operand) * y
+        for i, n in self.downwards():
+            k = self.four_hats(self.k, Table.RSTD + 256, i)
+            x = [ptx.mul(y, m) for y, m in zip(k, n)]
+            x = [ptx.mul(y, f) for y in (*round_pair(*x[:2]), *round_pair(*x[2:]))]  # of k_next
+            x = [*round_pair(*x[:2]), *round_pair(*x[2:])]
+            for t in range(3, -1, -1):
+                y, exact = self.from_patch(i + t), n[t] * f
+                self.kc[i + t] = self.kc[i + t] + exact * y
+                self.dg[i + t] = self.dg[i + t] + (k[t] * exact - x[t]) * y
 
     # ---- inside the band
+    def words_at(self, place, i):
+        """Address of the lane's word i of 8 in a tile whose image is no longer needed."""
+        return self.words + (int(place) + i * 128)
+
+    def kr_at(self, i):
+        return self.words_at(Place.Q if i < 8 else Place.K, i % 8)
+
     def add_in_band(self):
         """All pairs j < i of the band, in fp32; then the diagonal, the sums for dbeta, and dk but for dKe, in kc."""
         coord, a = self.coord, self.a
         at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
-        k = self.hats(self.k, Table.RSTD + 256)
+        k = [x for i in range(0, TOKENS, 4) for x in self.four_hats(self.k, Table.RSTD + 256, i)]
+        # registers are short here: k itself, dG and kr wait in shared memory, each lane's own
+        for i, word in enumerate(self.k):
+            ptx.sts_b32(self.words_at(Place.K_NEXT, i), word)
+        for i in range(TOKENS):
+            ptx.sts_f32(self.patch_column + i * 128, self.dg[i])
+            ptx.sts_f32(self.kr_at(i), self.kr[i])
         for i in range(TOKENS):
             if i % 4 == 0:
                 q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
@@ -324,10 +370,15 @@ class Columns:
                     f = ptx.mul(f, a[j])
             if i > 0:
                 self.dq[i] = self.dq[i] + dq
-                self.kr[i] = self.kr[i] + dk
-                self.dg[i] = ptx.fma(q, dq, ptx.fma(bk, dk, self.dg[i]))
+                ptx.sts_f32(self.kr_at(i), ptx.lds_f32(self.kr_at(i)) + dk)
+                dg = self.patch_column + i * 128
+                ptx.sts_f32(dg, ptx.fma(q, dq, ptx.fma(bk, dk, ptx.lds_f32(dg))))
         for i in range(TOKENS):
-            self.dg[i] = self.dg[i] - k[i] * self.kc[i]
+            dg = self.patch_column + i * 128
+            ptx.sts_f32(dg, ptx.lds_f32(dg) - k[i] * self.kc[i])
+        self.fresh()
+        for i in range(TOKENS):
+            self.kr[i] = ptx.lds_f32(self.kr_at(i))
         total = row_sums([k[i] * self.kr[i] for i in range(TOKENS)], coord.lane)
         self.store_row_sum(Table.DOT_BETA, total)
         for i in range(TOKENS):
@@ -336,6 +387,9 @@ class Columns:
             diagonal = ptx.lds_f32(at + i * DIAGONAL_PITCH + i * 8)
             self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
             self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
+        self.k = [ptx.lds_b32(self.words_at(Place.K_NEXT, i)) for i in range(TOKENS // 2)]
+        for i in range(TOKENS):
+            self.dg[i] = ptx.lds_f32(self.patch_column + i * 128)
 
     def store_row_sum(self, table, total):
         """What row_sums returned, to the quarter's part of a table."""
@@ -356,8 +410,10 @@ class Columns:
                 (Table.DOT_Q, self.dq, self.q, Table.RSTD),
                 (Table.DOT_K, self.kc, self.k, Table.RSTD + 256),
             ):
-                x = self.hats(words, norms)
-                self.store_row_sum(table, row_sums([gradient[i] * x[i] for i in range(TOKENS)], self.coord.lane))
+                products = []
+                for i in range(0, TOKENS, 4):
+                    products += [gradient[i + e] * x for e, x in enumerate(self.four_hats(words, norms, i))]
+                self.store_row_sum(table, row_sums(products, self.coord.lane))
 
     # ---- results
     @cute.jit
@@ -394,7 +450,7 @@ class Columns:
     def store_gate(self, g, a_log, bias, token, head):
         """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to SUMS."""
         coord = self.coord
-        run, prefix = self.from_state, Float32(0.0)
+        run, prefix = Float32(0.0), Float32(0.0)
         at = self.memory.base + Place.TABLES + coord.channel * 4
         for b in range(BANDS):
             run = run + ptx.less_f32(coord.band, b, ptx.lds_f32(at + Table.D_G + b * 512), 0.0)

@@ -46,9 +46,9 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     2      dA, dM; a, q, k into registers; images over q, k, g; C0
     ------------------------------------------------------------------------------------------------------
     3      dQ_, X_w; products between bands
-    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO, q, k, g
+    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO
     4      inside the bands; dKe; sums
-    ------------------------------------------------------------------------------------------------------   dS', V', v
+    ------------------------------------------------------------------------------------------------------   q, k, g, v, dS', V'
     5      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
     6      sums for dt_bias and A_log
@@ -151,15 +151,13 @@ class LocalGradients:
 
     @cute.kernel
     def kernel(self, args: LocalArguments):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(tid >> 5)
-        coord = Coord(tid=tid, warp=warp, quarter=warp >> 2, band=warp & 3, lane=tid & 31)
+        coord = Coord.read()
         allocator = SmemAllocator()
         pointer = allocator.allocate_array(BFloat16, SMEM_BYTES // 2, byte_alignment=1024)
         tables = pointer + (Place.TABLES + Table.MBARRIERS) // 2
         memory = Memory(pointer=pointer, mbarriers=cute.recast_ptr(tables, dtype=Int64), base=pointer.toint())
         n = Int32(0)
-        if warp == 0:
+        if coord.warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(len(Full)):
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
@@ -171,14 +169,13 @@ class LocalGradients:
             self.loads.load_early(args, memory, n)
             self.loads.load_rows(args, memory, n)
             self.loads.load_late(args, memory, n)
-            if const_expr(self.loads.wide_gate):
-                self.loads.load_gate(args, memory, n)
+            self.loads.load_gate(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
-            self.clear_outside(args, tid)
+            self.clear_outside(args, coord.tid)
         cute.arch.sync_threads()
         rows = memory.info(n, Info.ROWS)
         while rows > 0:
-            self.chunk(args, memory, coord, n, rows)
+            self.chunk(args, memory, n, rows)
             n += 1
             rows = memory.info(n, Info.ROWS)
 
@@ -204,9 +201,9 @@ class LocalGradients:
 
     # ---- one chunk
     @cute.jit
-    def chunk(self, args, memory, coord, n, rows):
+    def chunk(self, args, memory, n, rows):
         """The gradients of the CTA's pair number n. rows: from its first row to the sequence's end."""
-        parity = n & 1
+        parity, coord = n & 1, Coord.read()
         full = lambda which: memory.mbarriers + int(which)  # noqa: E731
         head, token = memory.info(n, Info.HEAD), memory.info(n, Info.TOKEN)
         s_x = Float32(1.0) if self.variant.l2norm else args.scale
@@ -219,12 +216,11 @@ class LocalGradients:
         ptx.fence_proxy_async()  # X and zeros of dO before the products
         cute.arch.sync_threads()
         # step 2
+        coord = tensors.coord = Coord.read()
         cute.arch.mbarrier_wait(full(Full.LATE), parity)
         cute.arch.mbarrier_wait(full(Full.ROWS), parity)
-        if const_expr(self.loads.wide_gate):
-            cute.arch.mbarrier_wait(full(Full.GATE), parity)
-        acc = tensors.accumulator()
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(16))
+        cute.arch.mbarrier_wait(full(Full.GATE), parity)
+        acc, flat = tensors.accumulator()
         tensors.start_d_a_or_d_m(acc)
         a_log, bias = self.loads.parameters(args, head, coord.channel)
         columns = Columns(self.variant, self.schedule, self.loads, args, memory, coord, rows, s_x)
@@ -235,35 +231,53 @@ class LocalGradients:
         columns.write_images()
         cute.arch.sync_threads()
         # step 3
-        tensors.start_d_q(acc)
         columns.find_band_decays()
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        tensors.start_x_s(acc)
-        columns.add_d_q()
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        columns.add_x_w()
-        columns.add_rows_between()
+        columns.fresh()
         columns.add_columns_between()
+        columns.add_y_q()
+        acc, flat = tensors.accumulator()
+        tensors.start_d_q(acc)
+        warpgroup.wait_group(0)
+        columns.to_columns(flat)
+        columns.fresh()
+        columns.add_d_q()
+        columns.add_y_k()
+        acc, flat = tensors.accumulator()
+        tensors.start_x_s(acc)
+        warpgroup.wait_group(0)
+        columns.to_columns(flat)
+        columns.fresh()
+        columns.add_x_w()
         ptx.fence_proxy_async()  # what was read and written of them before the next chunk's copies
         cute.arch.sync_threads()
-        if coord.warp == 0:
+        if columns.coord.warp == 0:
             self.loads.load_early(args, memory, n + 1)
-            self.loads.load_rows(args, memory, n + 1)
         # step 4
+        columns.fresh()
         columns.add_in_band()
+        columns.fresh()
+        acc, flat = tensors.accumulator()
         tensors.start_d_k_end(acc)
         warpgroup.wait_group(0)
         columns.to_columns(flat)
         columns.add_d_k_end()
-        g = self.loads.g_again(args, coord, token, rows, head)
+        columns.fresh()
         columns.share_sums()
+        columns.fresh()
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
-        if coord.warp == 0:
+        if columns.coord.warp == 0:
+            self.loads.load_rows(args, memory, n + 1)
+            if const_expr(not self.loads.wide_gate):
+                self.loads.load_gate(args, memory, n + 1)
             self.loads.load_late(args, memory, n + 1)
-        # step 5
+        # step 5: what would have taken registers since step 1 is read again
+        head, token, columns.rows = (memory.info(n, field) for field in (Info.HEAD, Info.TOKEN, Info.ROWS))
+        rows = columns.rows
+        columns.fresh()
+        coord = columns.coord
+        a_log, bias = self.loads.parameters(args, head, coord.channel)
+        g = self.loads.g_again(args, coord, token, rows, head)
         columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)

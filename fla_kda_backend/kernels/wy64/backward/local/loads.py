@@ -132,18 +132,14 @@ class Loads:
 
     @cute.jit
     def load_rows(self, args, memory, n):
-        """q, k, and g where it is bf16."""
+        """q and k."""
         if memory.info(n, Info.ROWS) > 0:
             qk_head = memory.info(n, Info.QK_HEAD)
             full = memory.mbarriers + int(Full.ROWS)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES * (2 if self.wide_gate else 3))
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
             self.rows(args, memory, n, args.q_map, args.coordinates, Tensor.Q, Place.Q, qk_head, full)
             self.rows(args, memory, n, args.k_map, args.coordinates, Tensor.K, Place.K, qk_head, full)
-            if const_expr(not self.wide_gate):
-                self.rows(
-                    args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.K_NEXT, memory.info(n, Info.HEAD), full
-                )
 
     @cute.jit
     def load_late(self, args, memory, n):
@@ -160,14 +156,13 @@ class Loads:
 
     @cute.jit
     def load_gate(self, args, memory, n):
-        """g, where it is fp32."""
+        """g."""
         if memory.info(n, Info.ROWS) > 0:
-            full = memory.mbarriers + int(Full.GATE)
+            full, head = memory.mbarriers + int(Full.GATE), memory.info(n, Info.HEAD)
+            place = const_expr(Place.PATCHES if self.wide_gate else Place.K_NEXT)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
-            self.rows(
-                args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.PATCHES, memory.info(n, Info.HEAD), full
-            )
+                cute.arch.mbarrier_arrive_and_expect_tx(full, (2 if self.wide_gate else 1) * TILE_BYTES)
+            self.rows(args, memory, n, args.g_map, args.g_coordinates, Tensor.G, place, head, full)
 
     # ---- single values
     def beta(self, args, token, row, rows, head):
