@@ -246,7 +246,7 @@ def show_rules(checks: Checks) -> None:
         ("unbounded gate", known, {"safe_gate": False, "lower_bound": None}, "accepted"),
         ("fp32 gate", known, {"g": meta(*queries, dtype=torch.float32)}, "accepted"),
         ("K-first state", known, {"state_v_first": False}, "accepted"),
-        ("training", known._replace(grad_enabled=True), {"q": meta(*queries).requires_grad_()}, "no_grad"),
+        ("training", known._replace(grad_enabled=True), {"q": meta(*queries).requires_grad_()}, "accepted"),
         ("fp32 queries", known, {"q": meta(*queries, dtype=torch.float32)}, "input_dtype"),
         ("bound FLA refuses", known, {"lower_bound": -6.0}, eligibility.FLA_REFUSES),
         ("on an A100", a100, {}, "capability"),
