@@ -67,6 +67,12 @@ def test_doctor_shows_what_a_value_does(monkeypatch, name, value, shown):
     assert doctor.switches()[name] == shown
 
 
+def test_doctor_tells_whether_training_is_on(monkeypatch):
+    assert (doctor.trains((9, 0)), doctor.trains((10, 0))) == ("runs", "left to FLA")
+    monkeypatch.setenv("FLA_KDA_CUTE_TRAINING", "0")
+    assert doctor.trains((9, 0)) == "switched off by FLA_KDA_CUTE_TRAINING"
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fla.ops.kda", "fla_kda_backend.eligibility")]
 
 
