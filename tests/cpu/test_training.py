@@ -3,6 +3,7 @@
 import gc
 import types
 import weakref
+
 import emulated_launch
 import pytest
 import torch
@@ -306,9 +307,11 @@ def test_tensors_die_with_their_graph(world):
 def test_a_hook_may_give_other_memory(world):
     call = short()
     plain = gradients(world.run(**call), call, [torch.ones(1, 80, 2, 128, dtype=torch.bfloat16), None])
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(force=True) if x.dtype == torch.float32 else x.clone(),
-                                                  lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x)):
-        results = world.run(**call)  # fmt: skip
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.numpy(force=True) if x.dtype == torch.float32 else x.clone(),
+        lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x),
+    ):
+        results = world.run(**call)
     found = gradients(results, call, [torch.ones(1, 80, 2, 128, dtype=torch.bfloat16), None])
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
