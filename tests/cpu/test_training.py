@@ -566,3 +566,19 @@ def test_in_the_background_a_step_waits_for_both(world, monkeypatch):
     ready.add("wy64_backward")
     world.run(**call)[0].sum().backward()
     assert codes(world)[2:] == [("accepted", "accepted"), ("accepted", "backward")]
+
+
+# ---- the demo ----------------------------------------------------------------------------------------------------------
+def test_the_demo_checks_gradients(world, monkeypatch, capsys):
+    from fla_kda_backend.cli import demo
+
+    monkeypatch.setattr(demo, "CHECKED_TOKENS", 70)
+    monkeypatch.setattr(demo, "TOKENS", 70)
+    monkeypatch.setattr(demo, "HEADS", 2)
+    monkeypatch.setattr(demo, "interleaved_times", lambda run, device, rounds: (len(run(True)), len(run(False))))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    checks = demo.Checks()
+    with torch.no_grad():
+        demo.steps_on_gpu("cpu", checks)
+    printed = capsys.readouterr().out
+    assert checks.failed == 0 and printed.count("gradient of") == 14 and world.fla == 2 and "backward" in printed
