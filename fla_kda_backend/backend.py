@@ -79,12 +79,13 @@ class Verdict:
 class Backward:
     """The backward of a Verdict's calls: here, and where it fails on FLA. Holds no tensor."""
 
-    __slots__ = ("geometry", "log", "failed_keys", "launch", "proven", "flags")
+    __slots__ = ("geometry", "log", "failed_keys", "differentiable", "launch", "proven", "flags")
 
     def __init__(self, of: Verdict, geometry: BackwardGeometry, call: Call) -> None:
         self.geometry = geometry
         self.log = of.log.instead(dispatch_log.ACCEPTED, BACKWARD, "the gradients of a call", geometry)
         self.failed_keys = failed_keys(of.geometry, geometry)
+        self.differentiable: Any = None  # training's, once it is imported
         self.launch: Any = None  # training's Backward, once its kernels are there
         self.proven = False  # whether it has run
         self.flags = {name: getattr(call, name) for name in FLAGS}
@@ -94,9 +95,18 @@ class Backward:
     def bind(self) -> None:
         """Have the kernels; raises whatever that raises."""
         if self.launch is None:
-            from .training import Backward
+            from . import training
 
-            self.launch = Backward(self.geometry)
+            self.differentiable = training.differentiable
+            self.launch = training.Backward(self.geometry)
+
+    def joined(self, results: Any, inputs: tuple[Any, ...]) -> Any:
+        """The results of the call as functions of its inputs, of TENSORS."""
+        self.bind()
+        given = inputs[: len(DEVICE_INPUTS)]
+        if not self.flags["use_gate_in_kernel"]:
+            given = *given[:-2], None, None  # which may be anything
+        return self.differentiable(results, self, given)
 
     def __call__(self, inputs: tuple[Any, ...], d_out: Any, d_final_state: Any) -> tuple[Any, ...]:
         """training.Gradients of the call."""
@@ -219,7 +229,7 @@ class KdaCuteBackend(BaseBackend):
         # those of hooks on saved tensors their owners'.
         if result is None:
             return fla_implementation()(*args, **kwargs)
-        return result if verdict.backward is None else differentiable(verdict, result, verdict.tensors(values))
+        return result if verdict.backward is None else verdict.backward.joined(result, verdict.tensors(values))
 
 
 def in_shorter_segments(verdict: Verdict, inputs: tuple[Any, ...], cause: str) -> tuple[Any, dispatch_log.Entry]:
@@ -238,16 +248,6 @@ def in_shorter_segments(verdict: Verdict, inputs: tuple[Any, ...], cause: str) -
     result, launched = within_memory(Launch(sizes), Launch.__call__, *inputs)
     message = f"out of memory, therefore in {len(launched.segments)} segments"
     return result, verdict.log.instead(dispatch_log.ACCEPTED, verdict.decision.code, message, launched)
-
-
-def differentiable(verdict: Verdict, result: Any, inputs: tuple[Any, ...]) -> Any:
-    """The results of a call that needs gradients, joined to its inputs, of TENSORS."""
-    from . import training
-
-    given = inputs[: len(DEVICE_INPUTS)]
-    if verdict.geometry is not None and verdict.geometry.ignores_gate_parameters:
-        given = *given[:-2], None, None
-    return training.differentiable(result, verdict.backward, given)  # type: ignore[arg-type]
 
 
 def leave_to_fla(log: dispatch_log.Entry, keys: tuple[Any, ...], error: Exception, code: str = "exception") -> bool:
@@ -394,7 +394,8 @@ def fla_gradients(
         results = fla_implementation()(**fresh, **flags)
         pairs = [(y, d) for y, d in zip(results, (d_out, d_final_state)) if d is not None]
         of, along = zip(*pairs)
-        found = torch.autograd.grad(of, [fresh[name] for name in wanted], along, allow_unused=True)
+        leaves: Any = [fresh[name] for name in wanted]
+        found = torch.autograd.grad(of, leaves, along, allow_unused=True)
     gradients = dict(zip(wanted, found))
     return tuple([gradients.get(name) for name in DEVICE_INPUTS])
 

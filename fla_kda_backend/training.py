@@ -46,8 +46,8 @@ def differentiable(result: tuple[Any, ...], gradients: Gradients, inputs: tuple[
     gradients is called once for each backward, on the stream of the forward, with either gradient None where there is none.
     What inputs hold is kept until then, no more.
     """
-    joined: tuple[Any, ...] = ChunkKDA.apply(gradients, [result], *inputs)  # type: ignore[no-untyped-call]
-    return joined  # autograd takes results out of a list as new, and would take them from the arguments as inputs
+    joined: tuple[Any, ...] = ChunkKDA.apply(gradients, [result], *inputs)  # in a list, for they are no inputs of it
+    return joined
 
 
 class Backward(op.OnDevice):
@@ -58,8 +58,8 @@ class Backward(op.OnDevice):
         super().__init__(of.device, of.d_out.shape[1])
         self.geometry = of
         self.pack = op.packer(FAMILIES[of.kernel].addresses)
-        self.kernels = None if of.spec is None else op.launcher(of.spec)
-        self.states_kernels = None if of.states_spec is None else op.launcher(of.states_spec)
+        self.kernels: Any = None if of.spec is None else op.launcher(of.spec)
+        self.states_kernels: Any = None if of.states_spec is None else op.launcher(of.states_spec)
 
     def shorter(self) -> BackwardGeometry | None:
         """The geometry of the same backwards in segments of half the length, or None."""
@@ -83,7 +83,7 @@ class Backward(op.OnDevice):
             return tuple([self._finished(name, results.get(name), x) for name, x in zip(DEVICE_INPUTS, inputs)])
 
     def _launch(self, empty: Any, results: dict[str, Any], inputs: tuple[Any, ...], d_out: Any, d_final_state: Any) -> None:
-        of = self.geometry
+        of: Any = self.geometry
         d_out = empty(*of.d_out).zero_() if d_out is None else d_out.resolve_neg()
         if of.d_final_state is not None:
             d_final_state = empty(*of.d_final_state).zero_() if d_final_state is None else d_final_state.contiguous()
@@ -99,8 +99,7 @@ class Backward(op.OnDevice):
             d_final_state = d_final_state.clone()
         of_results = {name: x.data_ptr() for name, x in results.items()}
         workspace = empty(*of.workspace)
-        carries = empty(*of.carries) if of.carries is not None else None
-        d_carries = empty(*of.d_carries) if of.d_carries is not None else None
+        carries, d_carries = (x and empty(*x) for x in (of.carries, of.d_carries))
         given = {
             "q": q,
             "k": k,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # heads, these run under every schedule, and with every width of value columns, that planning has for it.
 SEQUENCES = ((1, 8192), (2, 4096), (4, 2048), (8, 1024), (16, 2048), (32, 256), (64, 128), (128, 64))
 STATES = ((False, True), (False, False), (True, True))  # (initial state, final state): prefill, scoring, a prompt's next part
+TRAINING = ((False, False),)  # the same where gradients are needed
 OFFSETS = (None, "int32", "int64")  # dtype of cu_seqlens; FLA's layers make int32 from a padding mask
 LONGEST = 131072  # tokens of the longest prompt that --for takes into account, where the model's own limit is more
 
@@ -112,11 +113,24 @@ def _first(own: Config, name: str, config: Config, others: Sequence[str]) -> int
     return None
 
 
-def calls(layer: Layer, sequences: Iterable[tuple[int, int]] = SEQUENCES) -> Iterator[dict[str, Any]]:
+def calls(
+    layer: Layer,
+    sequences: Iterable[tuple[int, int]] = SEQUENCES,
+    states: Iterable[tuple[bool, bool]] = STATES,
+) -> Iterator[dict[str, Any]]:
     """Keyword arguments of the prefills that the layer may be asked for."""
-    kinds = itertools.product(sequences, STATES, OFFSETS, layer.beta_dtypes, layer.parameter_dtypes)
+    kinds = itertools.product(sequences, states, OFFSETS, layer.beta_dtypes, layer.parameter_dtypes)
     for (number, tokens), (initial, final), offsets, beta, parameters in kinds:
         yield _call(layer, number, tokens, initial, final, offsets, beta, parameters)
+
+
+def steps(layer: Layer, sequences: Iterable[tuple[int, int]] = SEQUENCES) -> Iterator[dict[str, Any]]:
+    """The same of the forwards of training steps, with gradients of everything."""
+    for call in calls(layer, sequences, TRAINING):
+        for value in call.values():
+            if getattr(value, "is_floating_point", bool)():
+                value.requires_grad_()
+        yield call
 
 
 def _call(
@@ -155,21 +169,27 @@ def _call(
 def specs_of(
     arguments: Sequence[dict[str, Any]], arch: str, sm_count: int, modes: Sequence[str]
 ) -> tuple[dict["KernelSpec", None], dict[tuple[str, str], int]]:
-    """(specs, refusals) of calls on an arch: {KernelSpec: None} in order, and {(code, message): how many calls}."""
+    """(specs, refusals) of calls on an arch: {KernelSpec: None} in order, and {(code, message): how many calls}.
+
+    Where a tensor requires grad, the kernels of the backward are among them.
+    """
     from .. import eligibility, planning
+    from ..backward_geometry import backward_geometry
     from ..call import parse
     from ..compiling import ARCHS
-    from ..facts import Facts
+    from ..facts import Facts, differentiated
     from ..geometry import geometry
 
     capability = next(capability for capability, name in ARCHS.items() if name == arch)
     specs: dict[KernelSpec, None] = {}
     refusals: dict[tuple[str, str], int] = {}
     for call, mode in itertools.product([parse((), each) for each in arguments], modes):
-        known = Facts(capability, sm_count, grad_enabled=False, inference_mode=True, mode=mode, untested=True)
+        known = Facts(capability, sm_count, grad_enabled=True, inference_mode=False, mode=mode, untested=True)
         accepted, code, message = eligibility.check(call, known)
         if not accepted:
             refusals[code, message] = refusals.get((code, message), 0) + 1
-        elif (spec := geometry(call, planning.plan(call, known), arch).spec) is not None:
-            specs[spec] = None
+            continue
+        sizes, wanted = geometry(call, planning.plan(call, known), arch), differentiated(call, known)
+        needed = (sizes.spec, *(backward_geometry(call, sizes, wanted).specs if wanted else ()))
+        specs |= dict.fromkeys(spec for spec in needed if spec is not None)
     return specs, refusals

@@ -3,6 +3,8 @@
 Without --for, these are the kernels that FLA's KDA layers with a bounded gate call, whatever their number of heads: in auto
 and exact mode, with int32, int64 or no cu_seqlens, with and without initial and final state, from one long sequence to many
 short ones (_calls.USUAL, SEQUENCES, STATES and OFFSETS). Calls that need more than 2 GiB of workspace are not among them.
+
+With --training, those of training steps follow, forward and backward, without states (_calls.TRAINING).
 """
 
 import argparse
@@ -25,6 +27,7 @@ class Wanted(NamedTuple):
     layers: tuple["Layer", ...]
     sequences: tuple[tuple[int, int], ...]
     modes: tuple[str, ...]
+    training: bool  # also for training steps
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--arch", default="sm_90a", help=f"one or more of {','.join(SM_COUNTS)} (default: sm_90a)")
     parser.add_argument("--out", type=Path, help="the directory, which also gets a manifest (default: the cache directory)")
     parser.add_argument("--for", dest="model", metavar="CONFIG", help="what a model calls: its config.json or directory")
+    parser.add_argument("--training", action="store_true", help="also what training steps call (sm_90a alone)")
     parser.add_argument("--mode", choices=("auto", "exact", "all"), help="the mode (default: all; with --for: auto)")
     parser.add_argument(
         "--sms", type=positive, help="multiprocessors of the GPU (default: those of the arch's data centre GPU)"
@@ -107,7 +111,7 @@ def wanted_of(args: argparse.Namespace) -> Wanted:
         sequences += ((1, 512), (1, whole), (8, max(1, whole // 8)), (64, max(1, whole // 64)))
     if args.mode is not None:
         modes = ("auto", "exact") if args.mode == "all" else (args.mode,)
-    return Wanted(layers, sequences, modes)
+    return Wanted(layers, sequences, modes, args.training)
 
 
 def needed_specs(archs: Sequence[str], wanted: Wanted, sm_count: int | None) -> list["KernelSpec"]:
@@ -116,6 +120,8 @@ def needed_specs(archs: Sequence[str], wanted: Wanted, sm_count: int | None) -> 
 
     specs: list[KernelSpec] = []
     arguments = [call for layer in wanted.layers for call in _calls.calls(layer, wanted.sequences)]
+    if wanted.training:
+        arguments += [call for layer in wanted.layers for call in _calls.steps(layer, wanted.sequences)]
     for arch in archs:
         found, refusals = _calls.specs_of(arguments, arch, sm_count or SM_COUNTS[arch], wanted.modes)
         specs += found

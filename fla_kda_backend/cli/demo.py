@@ -1,6 +1,7 @@
 """`fla-kda demo`: chunk_kda through FLA on these kernels and without them, both checked against double precision.
 
 With --model: the prefill of a whole model of FLA on these kernels and without them, with the logits compared.
+With --train: forward and backward of a call, with the gradients checked.
 Without a GPU that the kernels run on: compile them all the same, check the reference, show what the rules decide.
 """
 
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
 TOKENS, HEADS = 8192, 32  # a Kimi Linear layer's heads, one sequence
 CHECKED_HEADS = (0, HEADS - 1)  # double precision takes seconds per head
+CHECKED_TOKENS = 1024  # of which gradients are checked: double precision keeps every state
 ROUNDS = 20
 MODEL_ROUNDS = 10
 # The relative error of such inputs is about 6e-3 with a bf16 state; an error in the arithmetic shows as 0.1 and more.
 LIMIT = 1.5e-2
+GRADIENT_LIMIT = 3e-2
 # The logits of a bf16 model on two right implementations differ by about 2.5e-2; a kernel with an error of 0.05 gives 0.13.
 MODEL_LIMIT = 8e-2
 IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
@@ -33,7 +36,9 @@ IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("demo", help="run, check and time a call, or a model, with and without this backend")
     models = "; ".join(f"{name}: {what}" for name, what in _models.MODELS.items())
-    parser.add_argument("--model", choices=_models.MODELS, help=f"prefill a whole model of random weights. {models}")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", choices=_models.MODELS, help=f"prefill a whole model of random weights. {models}")
+    what.add_argument("--train", action="store_true", help="forward and backward of a call")
     parser.set_defaults(run=run)
 
 
@@ -57,10 +62,12 @@ def run(args: argparse.Namespace) -> int:
                     model_on_gpu(usable[0], args.model, checks)
                 else:
                     show_layers(args.model, checks)
+        elif usable and args.train:
+            steps_on_gpu(usable[0], checks)
         elif usable:
             on_gpu(usable[0], checks)
         else:
-            compile_kernels(checks)
+            compile_kernels(checks, args.train)
             check_reference(checks)
             show_rules(checks)
     print("All checks hold." if checks.failed == 0 else f"{checks.failed} checks FAILED.")
@@ -91,9 +98,9 @@ class Checks:
         self.failed += not holds
         print(f"  {'ok  ' if holds else 'FAIL'}  {text}")
 
-    def close(self, name: str, found: "torch.Tensor", exact: "torch.Tensor") -> None:
+    def close(self, name: str, found: "torch.Tensor", exact: "torch.Tensor", limit: float = LIMIT) -> None:
         error = relative_error(found, exact)
-        self(error <= LIMIT, f"{name}: relative error {error:.1e} against double precision, limit {LIMIT:.1e}")
+        self(error <= limit, f"{name}: relative error {error:.1e} against double precision, limit {limit:.1e}")
 
 
 def relative_error(found: "torch.Tensor", exact: "torch.Tensor") -> float:
@@ -140,6 +147,62 @@ def few_heads(call: dict[str, Any]) -> dict[str, Any]:
     few["A_log"] = call["A_log"][heads]
     few["dt_bias"] = call["dt_bias"].view(HEADS, -1)[heads]
     return {**call, **few}
+
+
+def steps_on_gpu(device: "torch.device", checks: Checks) -> None:
+    """Forward and backward of a call without states, on these kernels and without them."""
+    import torch
+
+    from .. import config, dispatch_log
+
+    print(f"{torch.cuda.get_device_name(device)}: forward and backward, {TOKENS} tokens, {HEADS} heads, K = V = 128\n")
+    call, few = (training_call(device, *size) for size in ((TOKENS, HEADS), (CHECKED_TOKENS, len(CHECKED_HEADS))))
+    with dispatch_log.capture() as seen:
+        ours = gradients(few, True)
+    ran = [record.code for record in seen] == ["accepted", "backward"]
+    checks(ran, "with the backend on, forward and backward ran on its kernels")
+    with dispatch_log.capture() as seen:
+        theirs = gradients(few, False)
+    checks(not seen, f"with {config.ENABLED.name}=0, FLA did not ask it")
+    exact = exact_gradients(few)
+    for which, found in (("kda_cute", ours), ("without", theirs)):
+        for name, x in found.items():
+            checks.close(f"{which}, gradient of {name}", x, exact[name], GRADIENT_LIMIT)
+    if ran and checks.failed == 0:
+        print_times("forward and backward", *interleaved_times(lambda on: gradients(call, on), device, ROUNDS))
+    print_log(dispatch_log)
+
+
+def training_call(device: "torch.device", tokens: int, heads: int) -> dict[str, Any]:
+    """Keyword arguments of a chunk_kda call without states, all tensors with gradients."""
+    from .. import selfcheck
+
+    call = selfcheck.case(device, lengths=(tokens,), heads=heads)
+    call |= {"cu_seqlens": None, "initial_state": None, "output_final_state": False}
+    return {name: x.requires_grad_() if hasattr(x, "requires_grad_") else x for name, x in call.items()}
+
+
+def gradients(call: dict[str, Any], on: bool) -> dict[str, Any]:
+    """Those of the sum of the outputs, weighted by v, with the backend switched on or off."""
+    import torch
+    from fla.ops.kda import chunk_kda
+
+    names = [name for name, x in call.items() if isinstance(x, torch.Tensor)]
+    with torch.enable_grad(), _models.switched(on):
+        out, _ = chunk_kda(**call)
+        return dict(zip(names, torch.autograd.grad(out, [call[name] for name in names], call["v"].detach())))
+
+
+def exact_gradients(call: dict[str, Any]) -> dict[str, Any]:
+    """The same in double precision."""
+    import torch
+
+    from ..reference import gold
+
+    leaves = {name: x.detach().double().requires_grad_() for name, x in call.items() if isinstance(x, torch.Tensor)}
+    with torch.enable_grad():
+        out, _ = gold.forward(**{**call, **leaves})
+        return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), call["v"].detach().double())))
 
 
 def model_on_gpu(device: "torch.device", name: str, checks: Checks) -> None:
@@ -204,10 +267,10 @@ def print_log(dispatch_log: Any) -> None:
     print("\n".join(decisions(dispatch_log.summary())), end="\n\n")
 
 
-def compile_kernels(checks: Checks) -> None:
+def compile_kernels(checks: Checks, training: bool = False) -> None:
     from .. import compiling
 
-    for spec in compiling.specs_for_demo():
+    for spec in compiling.specs_for_demo(training=training):
         start = time.perf_counter()
         artifact = compiling.build(spec)
         took = time.perf_counter() - start
@@ -246,7 +309,7 @@ def show_rules(checks: Checks) -> None:
         ("unbounded gate", known, {"safe_gate": False, "lower_bound": None}, "accepted"),
         ("fp32 gate", known, {"g": meta(*queries, dtype=torch.float32)}, "accepted"),
         ("K-first state", known, {"state_v_first": False}, "accepted"),
-        ("training", known._replace(grad_enabled=True), {"q": meta(*queries).requires_grad_()}, "no_grad"),
+        ("training", known._replace(grad_enabled=True), {"q": meta(*queries).requires_grad_()}, "accepted"),
         ("fp32 queries", known, {"q": meta(*queries, dtype=torch.float32)}, "input_dtype"),
         ("bound FLA refuses", known, {"lower_bound": -6.0}, eligibility.FLA_REFUSES),
         ("on an A100", a100, {}, "capability"),

@@ -99,9 +99,21 @@ def gpus() -> list[dict[str, Any]]:
                 "capability": "{}.{}".format(*capability),
                 "multiprocessors": properties.multi_processor_count,
                 "support": support,
+                "training": trains(capability),
             }
         )
     return found
+
+
+def trains(capability: tuple[int, int]) -> str:
+    """Whether calls that need gradients run on such a GPU."""
+    import torch
+
+    from .. import config, eligibility
+
+    if torch.version.hip is not None or capability not in eligibility.TRAINED:
+        return "left to FLA"
+    return "runs" if config.TRAINING.get() else f"switched off by {config.TRAINING.name}"
 
 
 def cuda_match() -> dict[str, str | None]:

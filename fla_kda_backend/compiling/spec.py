@@ -125,7 +125,12 @@ def _names(part: type) -> list[str]:
     return [field.name for field in fields(part)]
 
 
-def specs_for_demo(arch: str = "sm_90a") -> list[KernelSpec]:
-    """The kernels of the demo's call: column_split in both arithmetics, and before them wy64 where the arch has it."""
+def specs_for_demo(arch: str = "sm_90a", training: bool = False) -> list[KernelSpec]:
+    """The kernels of the demo's call: column_split in both arithmetics, and before them wy64 where the arch has it.
+
+    training: those of its step, on sm_90a alone.
+    """
+    if training:
+        return [KernelSpec.of(family, "sm_90a", final_state=None) for family in ("wy64", "wy64_backward")]
     specs = [KernelSpec.of("column_split", arch, arithmetic=each, initial_state="fp32") for each in ("exact", "robust")]
     return [KernelSpec.of("wy64", arch, initial_state="fp32"), *specs] if arch == "sm_90a" else specs

@@ -106,10 +106,17 @@ def test_grad_mode_alone_does_not_decline():
 def test_a_gate_that_is_not_computed_needs_no_gradients():
     """FLA drops its parameters before autograd sees them; what its kernels read is another matter."""
     parameters = {"A_log": grown(4, dtype=f32), "dt_bias": grown(512, dtype=f32)}
-    assert decide(TRAINING, **UNGATED, **parameters).accepted
+    off = TRAINING._replace(training=False)
+    assert decide(off, **UNGATED, **parameters).accepted
     for name, value in parameters.items():
-        assert decide(TRAINING, **SOFTPLUS, **{name: value}).code == "no_grad"
-    assert decide(TRAINING, **UNGATED, g=grown(2, 80, 4, 128)).code == "no_grad"
+        assert decide(off, **SOFTPLUS, **{name: value}).code == "training"
+    assert decide(off, **UNGATED, g=grown(2, 80, 4, 128)).code == "training"
+
+
+def test_gradients_are_computed():
+    assert decide(TRAINING, **SOFTPLUS, q=grown(2, 80, 4, 128), A_log=grown(4, dtype=f32)).accepted
+    assert decide(TRAINING, q=grown(2, 80, 4, 128), scale=0.0).accepted  # q is normalised, so nothing is divided by the scale
+    assert decide(H200._replace(training=False)).accepted
 
 
 def test_autocast_casts_nothing():

@@ -67,6 +67,12 @@ def test_doctor_shows_what_a_value_does(monkeypatch, name, value, shown):
     assert doctor.switches()[name] == shown
 
 
+def test_doctor_tells_whether_training_is_on(monkeypatch):
+    assert (doctor.trains((9, 0)), doctor.trains((10, 0))) == ("runs", "left to FLA")
+    monkeypatch.setenv("FLA_KDA_CUTE_TRAINING", "0")
+    assert doctor.trains((9, 0)) == "switched off by FLA_KDA_CUTE_TRAINING"
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fla.ops.kda", "fla_kda_backend.eligibility")]
 
 
@@ -190,9 +196,9 @@ def test_demo_fails_where_a_check_does_not_hold(capsys):
 def test_demo_exit_status_is_that_of_its_checks(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("compile_kernels", "check_reference", "show_rules"):
-        monkeypatch.setattr(demo, name, lambda checks: None)
+        monkeypatch.setattr(demo, name, lambda *arguments: None)
     assert cli.main(["demo"]) == 0
-    monkeypatch.setattr(demo, "compile_kernels", lambda checks: checks(False, "compiled nothing"))
+    monkeypatch.setattr(demo, "compile_kernels", lambda checks, train: checks(False, "compiled nothing"))
     assert cli.main(["demo"]) == 1
     assert "1 checks FAILED" in capsys.readouterr().out
 

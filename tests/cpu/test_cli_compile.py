@@ -286,6 +286,19 @@ def test_specs_are_those_that_calls_launch():
     assert eligibility.RUN == ((9, 0),)
 
 
+def test_training_steps_add_forward_and_backward(capsys):
+    def listed(*options):
+        assert cli.main(["compile", "--list", *options]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    plain, training = listed(), listed("--training")
+    added = [line for line in training if line not in plain]
+    assert [line for line in training if line in plain] == plain
+    assert {line.split()[0] for line in added} == {"wy64_backward"}  # the forwards are those of prefills
+    assert len([line for line in added if "segmented" not in line]) == 3  # by cu_seqlens
+    assert any("computes gradients on compute capability 9.0" in line for line in listed("--training", "--arch", "sm_100a"))
+
+
 # ---- compiling -------------------------------------------------------------------------------------------------------
 def test_where_nothing_can_be_linked_nothing_is_compiled(tmp_path, monkeypatch, capsys):
     """One line says so, and names CC; what is there already needs no linker."""

@@ -156,15 +156,33 @@ CASES = [
     ),
     (
         {"k": grown(2, 80, 4, 128)},
+        TRAINING._replace(training=False),
+        "training",
+        "computes no gradients where FLA_KDA_CUTE_TRAINING=0, got grad mode and k that requires grad",
+    ),
+    (
+        {"k": grown(2, 80, 4, 128)},
+        TRAINING._replace(capability=(10, 0)),
+        "training",
+        "computes gradients on compute capability 9.0, got 10.0 and k that requires grad",
+    ),
+    (
+        {"k": grown(2, 80, 4, 128)},
+        TRAINING._replace(inference_mode=True),
+        "training_inference",
+        "computes no gradients in inference mode, got grad mode and k that requires grad",
+    ),
+    (
+        {"k": grown(2, 80, 4, 128), "use_qk_l2norm_in_kernel": False, "scale": 0.0},
         TRAINING,
-        "no_grad",
-        "computes no gradients, got grad mode and k that requires grad",
+        "training_scale",
+        "with gradients and use_qk_l2norm_in_kernel=False requires a scale of at least 2^-126, got 0.0",
     ),
     (
         {},
         H200._replace(forward_ad=True),
-        "no_grad",
-        "computes no gradients, got a call inside torch.autograd.forward_ad.dual_level()",
+        "forward_ad",
+        "computes no tangents, got a call inside torch.autograd.forward_ad.dual_level()",
     ),
     (
         {"return_intermediate_states": True, "disable_recompute": None},
@@ -174,9 +192,9 @@ CASES = [
     ),
     (
         {"A_log": grown(4, dtype=f32)},
-        TRAINING,
-        "no_grad",
-        "computes no gradients, got grad mode and A_log that requires grad",
+        TRAINING._replace(training=False),
+        "training",
+        "computes no gradients where FLA_KDA_CUTE_TRAINING=0, got grad mode and A_log that requires grad",
     ),
     (
         {
