@@ -91,7 +91,8 @@ def precise(call, d_out, d_final, at_once=32):
         return backward.gradients(d_out, d_final, rounded=False, **call)
     parts = []
     for first in range(0, call["v"].shape[2], at_once):
-        some, few = of_heads(call, slice(first, first + at_once)), slice(first, first + at_once)
+        few = slice(first, first + at_once)
+        some = of_heads(call, few)
         states = None if d_final is None else d_final[:, few]
         parts.append(backward.gradients(d_out[:, :, few], states, rounded=False, **some))
     names = [name for name in parts[0] if parts[0][name] is not None]
