@@ -14,6 +14,7 @@ from gpu.launching import finish, limit_workspace, untuned
 from gpu.training import (
     ON_HEADS,
     SUMS,
+    TWO_CHANNELS,
     Pool,
     differentiable,
     differentiate,
@@ -49,11 +50,14 @@ NOISE = 3e-3
 POOLED_HEADS, SEEDS = 160, 3
 GATES = pytest.mark.parametrize("gate", BY_GATE)
 REGIMES = [
-    *((FLASHKDA, name) for name in ("normal", "saturated", "slow", "correlated", "repeated", "alternating")),
+    *((FLASHKDA, name) for name in ("normal", "saturated", "slow", "correlated", "repeated", "alternating", TWO_CHANNELS)),
     (BY_GATE["softplus"], "normal"),
     (BY_GATE["softplus"], "steep"),
 ]
-LIMITS = {("saturated", "g"): 1.10, ("alternating", "initial_state"): 1.10}  # of the ratio to FLA's error; 1.05 elsewhere
+# Of the ratio to FLA's error; 1.05 elsewhere. Where two channels make up the keys, M is a sum of one or two terms, of operands
+# that a bounded gate has in bf16 and FLA in tf32: dv and dbeta, which cancel, have 1.2 times its error, as has the state.
+LIMITS = {("saturated", "g"): 1.10, ("alternating", "initial_state"): 1.10, (TWO_CHANNELS, "initial_state"): 1.10,
+          (TWO_CHANNELS, "v"): 1.35, (TWO_CHANNELS, "beta"): 1.35}  # fmt: skip
 PACKED = kind_of(FLASHKDA, cu_seqlens="int64")
 RAGGED = (1, 0, 64, 65, 130, 0, 63, 17, 300, 0)
 
