@@ -18,6 +18,7 @@ SOFTPLUS = Variant(gate="softplus")
 BOUNDED = Variant()
 BFLOAT16 = replace(SOFTPLUS, a_log="bf16", dt_bias="bf16")
 KINDS = {"kda": SOFTPLUS, "kda-safe": BOUNDED, "gva": BFLOAT16, "hybrid": SOFTPLUS}
+TRAINED = ("kda", "kda-safe")  # in test_training_run.py
 VARIANTS = (  # setting of specs.py, kind
     *(("wy64", kind) for kind in (SOFTPLUS, BOUNDED, BFLOAT16)),
     # generate, with a mask, and padded batches

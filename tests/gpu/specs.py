@@ -105,7 +105,9 @@ KEYS_FIRST = Variant(state_v_first=False, cu_seqlens="int64")  # of sequences of
 # with gradients: what models train with, packed sequences, and those that run in segments as well
 TRAINED = Variant(final_state=None)
 TRAINED_PACKED = replace(TRAINED, cu_seqlens="int64")
-BACKWARD_KINDS = (*BY_NAME, *(Variant(**x._asdict()) for x in (PACKED, PACKED32, NO_INITIAL)), TRAINED, TRAINED_PACKED)
+TRAINED_MODELS = tuple(replace(models.KINDS[name], final_state=None) for name in models.TRAINED)
+BACKWARD_KINDS = (*BY_NAME, *(Variant(**x._asdict()) for x in (PACKED, PACKED32, NO_INITIAL)), TRAINED, TRAINED_PACKED,
+                  *TRAINED_MODELS)  # fmt: skip
 BACKWARD_SEGMENTED = tuple(Variant(**x._asdict()) for x in (STANDARD, PACKED, NO_INITIAL))
 
 

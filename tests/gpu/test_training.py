@@ -8,10 +8,13 @@ import pytest
 import torch
 from call_table import BY_GATE, CASES, FLASHKDA, KIMI, Case
 from fla.ops.kda import chunk_kda
+from golden import relative_error
 from gpu import specs
 from gpu.launching import finish, limit_workspace, untuned
 from gpu.training import (
+    ON_HEADS,
     SUMS,
+    TWO_CHANNELS,
     Pool,
     differentiable,
     differentiate,
@@ -21,6 +24,7 @@ from gpu.training import (
     here,
     kind_of,
     leaves_of,
+    of_heads,
     on_triton,
     padded,
     precise,
@@ -34,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from fla_kda_backend import dispatch_log, memo, op, register
 from fla_kda_backend.backend import StrictModeError
 from fla_kda_backend.kernels.families import FAMILIES
+from fla_kda_backend.kernels.variant import Variant
 from fla_kda_backend.reference import backward
 from fla_kda_backend.reference.backward import DIFFERENTIABLE
 from fla_kda_backend.testing import TOKEN_AXIS
@@ -45,11 +50,14 @@ NOISE = 3e-3
 POOLED_HEADS, SEEDS = 160, 3
 GATES = pytest.mark.parametrize("gate", BY_GATE)
 REGIMES = [
-    *((FLASHKDA, name) for name in ("normal", "saturated", "slow", "correlated", "repeated", "alternating")),
+    *((FLASHKDA, name) for name in ("normal", "saturated", "slow", "correlated", "repeated", "alternating", TWO_CHANNELS)),
     (BY_GATE["softplus"], "normal"),
     (BY_GATE["softplus"], "steep"),
 ]
-LIMITS = {("saturated", "g"): 1.10, ("alternating", "initial_state"): 1.10}  # of the ratio to FLA's error; 1.05 elsewhere
+# Of the ratio to FLA's error; 1.05 elsewhere. Where two channels make up the keys, M is a sum of one or two terms, of operands
+# that a bounded gate has in bf16 and FLA in tf32: dv and dbeta, which cancel, have 1.2 times its error, as has the state.
+LIMITS = {("saturated", "g"): 1.10, ("alternating", "initial_state"): 1.10, (TWO_CHANNELS, "initial_state"): 1.10,
+          (TWO_CHANNELS, "v"): 1.35, (TWO_CHANNELS, "beta"): 1.35}  # fmt: skip
 PACKED = kind_of(FLASHKDA, cu_seqlens="int64")
 RAGGED = (1, 0, 64, 65, 130, 0, 63, 17, 300, 0)
 
@@ -321,6 +329,139 @@ def test_segments_change_roundings_alone(kind, chunks, device, monkeypatch):
     seen = errors(parts[1], {name: x.double() for name, x in whole[1].items()})
     assert max(seen.values()) < 1e-3, seen
     small(parts[1], call, grads)
+
+
+# ---- what went wrong elsewhere ---------------------------------------------------------------------------------------------
+def some_heads(call, d_out, d_final, heads):
+    """A call and its gradients of a few heads."""
+    few = of_heads(call, heads)
+    return few, (d_out[:, :, heads], None if d_final is None else d_final[:, heads])
+
+
+def right_in(heads, found, call, grads, limit=8e-3):
+    """Whether the gradients of some heads are right, and all of them finite."""
+    few, few_grads = some_heads(call, *grads, heads)
+    assert all(x.isfinite().all() for x in found.values())
+    count = call["v"].shape[2]
+    part = {name: found[name].reshape(count, -1) if name in SUMS else found[name] for name in found}
+    small({name: x[(slice(None),) * ON_HEADS[name] + (heads,)] for name, x in part.items()}, few, few_grads, limit)
+
+
+def test_one_key_repeated_for_long(device):
+    call = training_call(FLASHKDA, (16_384,), 2, device, "repeated")
+    grads = gradients_of_results(call)
+    (_, found), wanted = here(call, *grads), precise(call, *grads)
+    seen = errors(found, wanted)
+    assert max(seen[name] for name in ("q", "k", "g")) < 1e-2 and max(seen.values()) < 5e-2, seen
+
+
+def test_other_lengths_in_between(device):
+    calls = [training_call(FLASHKDA, (tokens,), 2, device) for tokens in (256, 128)]
+    grads = [gradients_of_results(call) for call in calls]
+    first = here(calls[0], *grads[0])
+    small(here(calls[1], *grads[1])[1], calls[1], grads[1])
+    assert equal(here(calls[0], *grads[0]), first)
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+def test_one_call_or_two(v_first, device):
+    """The gradient of the second call's initial state is that of the first one's final state."""
+    kind = FLASHKDA if v_first else KIMI
+    lengths = (256,) if v_first else (256, 0)
+    call = training_call(kind, lengths, 2, device) | {"cu_seqlens": None}
+    if not v_first:
+        call["initial_state"] = call["initial_state"][:1].contiguous()
+        call["cu_seqlens"] = torch.tensor([0, 256], device=device)
+    d_out, d_final = gradients_of_results(call)
+    _, whole = here(call, d_out, d_final)
+    ends = {} if v_first else {"cu_seqlens": torch.tensor([0, 128], device=device)}
+    first = call | {name: call[name][:, :128] for name in TOKEN_AXIS} | ends
+    second = call | {name: call[name][:, 128:] for name in TOKEN_AXIS} | ends
+    with torch.no_grad():
+        second["initial_state"] = chunk_kda(**first)[1]
+    _, after = here(second, d_out[:, 128:], d_final)
+    _, before = here(first, d_out[:, :128], after["initial_state"])
+    for name in TOKEN_AXIS:
+        assert relative_error(torch.cat([before[name], after[name]], 1), whole[name]) < 1e-3, name
+    assert relative_error(before["initial_state"], whole["initial_state"]) < 1e-3
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 5, 5, 21], [0, 8191, 8192], [0, 1, 2, 3]])
+def test_short_and_empty_sequences(ends, device):
+    heads = 64 if ends[-1] > 1000 else 2
+    call = training_call(PACKED, tuple(b - a for a, b in zip(ends, ends[1:])), heads, device)
+    grads = gradients_of_results(call)
+    right_in([0, heads - 1], here(call, *grads)[1], call, grads)
+
+
+def test_ragged_tails_a_hundred_times(device):
+    call = training_call(PACKED, (1238, 1199, 1240, 1216, 1187, 1203, 519), 4, device)
+    grads = gradients_of_results(call)
+    first = here(call, *grads)
+    right_in([0, 3], first[1], call, grads)
+    for _ in range(100):
+        found = differentiate(chunk_kda, call, *grads)
+        finish()
+    assert equal(found, first)
+
+
+def test_more_chunks_than_a_grid_may_have_rows(device):
+    call = training_call(PACKED, (1,) * 1024, 64, device)
+    grads = gradients_of_results(call)
+    right_in([0, 63], here(call, *grads)[1], call, grads)
+
+
+@pytest.mark.parametrize("tokens", [174_700, 174_800])
+def test_offsets_beyond_32_bits(tokens, device):
+    """Elements of one tensor: on both sides of 2^31."""
+    kind, heads = Variant(initial_state=None), 96
+    call = training_call(kind, (128,), heads, device)
+    repeats = -(-tokens // 128)
+    call |= {name: call[name].repeat(1, repeats, *[1] * (call[name].dim() - 2))[:, :tokens] for name in TOKEN_AXIS}
+    grads = gradients_of_results(call)
+    right_in([0, heads - 1], here(call, *grads)[1], call, grads)
+
+
+def test_a_graph_replayed_with_other_cu_seqlens(device):
+    """use_graph as FLA defines it: max_num_seqs sequences, the last ones empty where there are fewer."""
+    call = training_call(PACKED, (17, 0, 167), 2, device)
+    grads = gradients_of_results(call)
+    tokens, offsets = call["q"].shape[1], call["cu_seqlens"]
+    lists = [[0, 17, 17, tokens], [0, 100, tokens, tokens], [0, tokens, tokens, tokens], [0, 1, 65, tokens]]
+    call |= {"use_graph": True, "max_num_seqs": 3}
+    expected = [here(call | {"cu_seqlens": torch.tensor(each, device=device)}, *grads) for each in lists]
+    given, leaves = leaves_of(call)
+
+    def step():
+        results = chunk_kda(**given)[:2]
+        return results, torch.autograd.grad(results, list(leaves.values()), grads)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results, found = step()
+    for each, reference in zip(lists, expected):
+        for x in found:
+            x.fill_(float("nan"))
+        offsets.copy_(torch.tensor(each))
+        graph.replay()
+        finish()
+        assert equal((tuple(x.detach() for x in results), dict(zip(leaves, found))), reference), each
+
+
+def test_gradients_do_not_look_ahead(device):
+    """A token's output depends on no later token: where only the output of one token has a gradient, later ones have none."""
+    call = training_call(FLASHKDA, (200,), 2, device)
+    d_out, _ = gradients_of_results(call)
+    for last in (0, 15, 16, 40, 63, 64, 130):
+        only = torch.zeros_like(d_out)
+        only[:, last] = d_out[:, last]
+        _, found = here(call, only, None)
+        for name in TOKEN_AXIS:
+            assert not found[name][:, last + 1 :].any(), (name, last)
+            assert name == "q" or found[name][:, : last + 1].any()
+        assert found["q"][:, last].any() and not found["q"][:, :last].any()
 
 
 # ---- graphs and streams ----------------------------------------------------------------------------------------------------

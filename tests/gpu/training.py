@@ -13,15 +13,31 @@ from fla_kda_backend.reference.backward import DIFFERENTIABLE
 from fla_kda_backend.testing import TOKEN_AXIS, Form, Normal, make, regime
 
 ON_HEADS = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}  # the axis of the heads
+TWO_CHANNELS = "two channels"  # a regime beside testing.REGIMES
 SUMS = ("A_log", "dt_bias")  # over all tokens
 HERE = [(dispatch_log.ACCEPTED, "accepted", "wy64"), (dispatch_log.ACCEPTED, "backward", "wy64_backward")]  # what the log says
 
 
 def training_call(kind, lengths, heads, device, regime_name="normal", seed=0, **changes):
-    """Keyword arguments of chunk_kda, of a kind; lengths as Form.of takes them."""
+    """Keyword arguments of chunk_kda, of a kind; lengths as Form.of takes them; regime_name may be TWO_CHANNELS."""
     form, normal = Form.of(kind, lengths, heads), Normal(device, kind, lengths, heads, regime_name, seed)
-    made = make(form, lambda form: regime(regime_name, kind, form, normal), device, spelled_out=True)
-    return made | changes
+
+    def draw(form):
+        return two_in_turn(kind, form, normal) if regime_name == TWO_CHANNELS else regime(regime_name, kind, form, normal)
+
+    return make(form, draw, device, spelled_out=True) | changes
+
+
+def two_in_turn(kind, form, normal):
+    """Two channels make up the keys, and one hardly decays in the first 8 tokens of each 16, the other in the last 8; all other
+    channels decay at once. A gradient is a sum of few terms then, and no rounding averages out over channels."""
+    values = regime("normal", kind, form, normal)
+    g, k = torch.full_like(values["g"], 4.0), 0.02 * values["k"]
+    first = (torch.arange(form.tokens, device=g.device) % 16 < 8).float()[None, :, None]
+    g[..., 0], g[..., 1] = 4 - 16 * first, 16 * first - 12
+    k[..., :2] += 1
+    still = {name: torch.zeros_like(values[name]) for name in ("A_log", "dt_bias")}
+    return values | still | {"g": g, "k": k}
 
 
 def gradients_of_results(call, seed=0):
@@ -91,7 +107,8 @@ def precise(call, d_out, d_final, at_once=32):
         return backward.gradients(d_out, d_final, rounded=False, **call)
     parts = []
     for first in range(0, call["v"].shape[2], at_once):
-        some, few = of_heads(call, slice(first, first + at_once)), slice(first, first + at_once)
+        few = slice(first, first + at_once)
+        some = of_heads(call, few)
         states = None if d_final is None else d_final[:, few]
         parts.append(backward.gradients(d_out[:, :, few], states, rounded=False, **some))
     names = [name for name in parts[0] if parts[0][name] is not None]
