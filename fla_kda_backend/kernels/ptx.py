@@ -399,6 +399,24 @@ force_compute = ordered(
     "keeps in registers what they are computed from, until they are used.",
 )
 
+_use = ordered(
+    "{ .reg .pred p; setp.lt.s32 p, $0, 0; @p st.shared.b32 [$0], $1; }",
+    "rr ->",
+    "A store that an address of shared memory, never negative, prevents.",
+)
+
+
+def wait_for_loads(address, words):
+    """Have the thread wait until loads of shared memory are done: one word of each, and any address of shared memory.
+
+    ptxas puts an mbarrier's arrival behind earlier loads, but does not have it wait for them; and it passes by those that still
+    wait for the memory pipe. So words that nothing else uses before the arrival are used here.
+    """
+    folded = words[0]
+    for word in words[1:]:
+        folded = folded ^ word
+    _use(address, folded)
+
 
 @dsl_user_op
 def pin(values, *, loc=None, ip=None):

@@ -44,6 +44,9 @@ class Writers:
             for _link in cutlass.range(item.output_links, unroll=1):
                 ring.wait_full(at)
                 rows = [ptx.lds_v4_b32(source + 1024 * k) for k in range(8)]
+                # An arrival passes by loads that still wait for the memory pipe, behind the last link's stores, but not by what
+                # used their results. Rows past the end of the sequence have no other use.
+                ptx.wait_for_loads(source, [row[0] for row in rows])
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(ring.empty)
