@@ -375,6 +375,17 @@ def test_autocast_changes_nothing(world):
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
+def test_inside_torch_compile(world):
+    call = short()
+    plain = gradients(world.run(**call), call, [torch.ones(1, 80, 2, 128, dtype=torch.bfloat16), None])
+
+    def model(call):
+        return world.run(**call)[0].float().sum()
+
+    torch.compile(model, backend="eager")(call).backward()
+    assert all(torch.equal(call[name].grad, plain[name]) for name in plain) and not world.fla
+
+
 # ---- the log and the switches ------------------------------------------------------------------------------------------
 def test_the_log_tells_of_both_passes(world):
     call = short()
