@@ -101,6 +101,16 @@ STATES = tuple(
 )
 REPLAYED = (call_table.SOFTPLUS, call_table.KIMI)
 KEYS_FIRST = Variant(state_v_first=False, cu_seqlens="int64")  # of sequences of one chunk
+# run again and again: setting, kind, runs. Rows of a K-first state take the most stores, behind which loads wait
+PACKED_KIND = call_table.Kind(cu_seqlens="int64")
+STATES_OFTEN = call_table.Kind(gate="given", gate_dtype="fp32", a_log=None, dt_bias=None, beta="given", beta_dtype="fp32",
+                               l2norm=False, state_v_first=False, intermediate_states=32, cu_seqlens="int64")  # fmt: skip
+REPEATED = (
+    ("robust", STATES_OFTEN, 2000),
+    ("exact", PACKED_KIND, 500),
+    ("wy64", replace(STATES_OFTEN, intermediate_states=64), 500),
+    ("wy64 replay", replace(STATES_OFTEN, intermediate_states=None), 500),
+)
 
 # with gradients: what models train with, packed sequences, and those that run in segments as well
 TRAINED = Variant(final_state=None)
@@ -145,6 +155,7 @@ def specs_of_calls():
     found = [spec_of(kind) for kind in (*call_table.KINDS, *BY_NAME, *STATES, *stateless)]
     found += [spec_of(case.kind, DIRECT) for case in call_table.CASES if is_direct(case)]
     found += [spec_of(KEYS_FIRST, setting) for setting in ("wy64", DIRECT)]
+    found += [spec_of(kind, setting) for setting, kind, _ in REPEATED]
     found += [spec_of(kind, setting) for kind in REPLAYED for setting in ("wy64 replay", *OVERLAP)
               if kind.cu_seqlens is None or setting == "wy64 replay"]  # fmt: skip
     found += [spec_of(kind, setting) for setting, kind in models.VARIANTS]
