@@ -178,6 +178,7 @@ def specs_of_training():
     found = [backward_spec(kind) for kind in kinds]
     found += [backward_spec(case.kind, case.heads != call_table.QK_HEADS) for case in call_table.CASES]
     found += [backward_spec(call_table.FLASHKDA, wants_state=False), backward_spec(call_table.FLASHKDA, grouped=True)]
+    found += [backward_spec(kind, beside=True) for kind in kinds]
     for kind in BACKWARD_SEGMENTED:
         found.append(backward_spec(kind, segmented=True))
         found.append(backward_spec(kind, segmented=True, stage="states", d_final_state=False, d_initial_state=False))

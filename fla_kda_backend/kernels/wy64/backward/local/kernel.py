@@ -36,7 +36,8 @@ Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are
 
 Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of the
 band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per SM
-works through the pairs block, block + blocks, ...; the last slots go first.
+works through the pairs block, block + blocks, ...; the last slots go first. Beside the chains (../launch.py) it takes one pair
+after the other, in the order in which they get ready, and loads what the chains leave of it once they have been there.
 
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
@@ -92,7 +93,7 @@ class LocalGradients:
 
     def __init__(self, variant, schedule):
         self.variant, self.schedule = variant, schedule
-        self.loads = Loads(variant)
+        self.loads = Loads(variant, schedule.beside)
 
     @cute.jit
     def __call__(self, a, stream):
@@ -147,6 +148,7 @@ class LocalGradients:
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.schedule.beside,
         )
 
     @cute.kernel
@@ -163,13 +165,22 @@ class LocalGradients:
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
             cute.arch.mbarrier_init_fence()
             ptx.sts_f32(memory.table(Table.ONE), Float32(1.0))
-            block, _, _ = cute.arch.block_idx()
-            self.loads.find(args, memory, n, block)
-            cute.arch.sync_warp()
-            self.loads.load_early(args, memory, n)
-            self.loads.load_rows(args, memory, n)
-            self.loads.load_late(args, memory, n)
-            self.loads.load_gate(args, memory, n)
+            if const_expr(self.schedule.beside):
+                self.loads.find_beside(args, memory, n)
+                self.loads.load_rows(args, memory, n)
+                self.loads.load_gate(args, memory, n)
+                self.loads.wait_for_chains(args, memory, n)
+                ptx.fence_proxy_async_global()
+                self.loads.load_early(args, memory, n)
+                self.loads.load_late(args, memory, n)
+            else:
+                block, _, _ = cute.arch.block_idx()
+                self.loads.find(args, memory, n, block)
+                cute.arch.sync_warp()
+                self.loads.load_early(args, memory, n)
+                self.loads.load_rows(args, memory, n)
+                self.loads.load_late(args, memory, n)
+                self.loads.load_gate(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
             self.clear_outside(args, coord.tid)
         cute.arch.sync_threads()
@@ -178,6 +189,8 @@ class LocalGradients:
             self.chunk(args, memory, n, rows)
             n += 1
             rows = memory.info(n, Info.ROWS)
+        if const_expr(self.schedule.beside):
+            ptx.dependency_wait()  # in every CTA: see ../launch.py
 
     @cute.jit
     def clear_outside(self, args, tid):
@@ -251,7 +264,7 @@ class LocalGradients:
         ptx.fence_proxy_async()  # what was read and written of them before the next chunk's copies
         cute.arch.sync_threads()
         if columns.coord.warp == 0:
-            self.loads.load_early(args, memory, n + 1)
+            self.loads.load_early_if_ready(args, memory, n + 1)
         # step 4
         columns.fresh()
         columns.add_in_band()
@@ -270,7 +283,7 @@ class LocalGradients:
             self.loads.load_rows(args, memory, n + 1)
             if const_expr(not self.loads.wide_gate):
                 self.loads.load_gate(args, memory, n + 1)
-            self.loads.load_late(args, memory, n + 1)
+            self.loads.load_late_if_ready(args, memory, n + 1)
         # step 5: what would have taken registers since step 1 is read again
         head, token, columns.rows = (memory.info(n, field) for field in (Info.HEAD, Info.TOKEN, Info.ROWS))
         rows = columns.rows
@@ -291,13 +304,19 @@ class LocalGradients:
             cute.arch.sync_threads()
             if coord.warp == 0:
                 self.loads.load_gate(args, memory, n + 1)
+        if const_expr(self.schedule.beside):
+            if coord.warp == 0:
+                self.loads.load_if_not_yet(args, memory, n + 1)
 
     @cute.jit
     def finish_inputs(self, args, memory, coord, n, rows, token, head, full_rows, parity):
         """Step 1 of warpgroups 2 and 3."""
         if coord.warp == 15:
-            grid, _, _ = cute.arch.grid_dim()
-            self.loads.find(args, memory, n + 1, memory.info(n, Info.NUMBER) + grid)
+            if const_expr(self.schedule.beside):
+                self.loads.find_beside(args, memory, n + 1)
+            else:
+                grid, _, _ = cute.arch.grid_dim()
+                self.loads.find(args, memory, n + 1, memory.info(n, Info.NUMBER) + grid)
         tid = coord.tid & 255
         if rows < CHUNK:
             for i in cutlass.range_constexpr(4):

@@ -33,7 +33,8 @@ The writer frees each when it has begun to copy the next one, which at that time
 
 Launch. The reverse chain needs prepare's records and nothing of the chain of states, beside which it runs: a CTA of the latter
 lets it start only after having waited for prepare. So records are read without a wait. But the local gradients come after this
-grid alone, so every CTA waits for the chain of states before it ends.
+grid alone, so every CTA waits for the chain of states before it ends. Where they run beside both chains, each CTA lets them
+start as soon as its cluster is there; see ../launch.py.
 """
 
 import cutlass
