@@ -184,7 +184,8 @@ def specs_of_training():
         found.append(backward_spec(kind, segmented=True, stage="states", d_final_state=False, d_initial_state=False))
     found += [spec_of(kind) for kind in kinds] + [spec_of(kind, segmented=True) for kind in BACKWARD_SEGMENTED]
     found += [spec_of(case.kind, DIRECT if is_direct(case) else "wy64") for case in call_table.CASES]
-    return list(dict.fromkeys([*found, spec_of(TRAINED, "wy64 overlap")]))
+    found += [spec_of(TRAINED, "wy64 overlap"), spec_of(call_table.FLASHKDA, "wy64 overlap replay")]
+    return list(dict.fromkeys(found))
 
 
 def needed_specs():

@@ -35,7 +35,7 @@ from gpu.training import (
 from kda_calls import call_of, laid_out
 from torch.utils.checkpoint import checkpoint
 
-from fla_kda_backend import dispatch_log, memo, op, register
+from fla_kda_backend import dispatch_log, memo, op, planning, register
 from fla_kda_backend.backend import StrictModeError
 from fla_kda_backend.kernels.families import FAMILIES
 from fla_kda_backend.kernels.variant import Variant
@@ -303,6 +303,20 @@ def test_grad_changes_no_bit_of_the_forward(kind, device):
     assert all(map(torch.equal, found, without))
 
 
+@pytest.mark.parametrize("heads", [1, 2, 6])
+def test_local_gradients_beside_the_chains_have_the_same_bits(heads, device, monkeypatch):
+    call = training_call(FLASHKDA, (2100,), heads, device)
+    grads, found = gradients_of_results(call), []
+    for beside in (False, True):
+        monkeypatch.setattr(planning, "beside_chains", lambda *sizes, on=beside: on)
+        memo.clear()
+        with dispatch_log.capture() as seen:
+            found += [here(call, *grads) for _ in range(5)]
+        assert all(dict(record.params).get("beside", False) == beside for record in seen if record.code == "backward")
+    assert all(equal(each, found[0]) for each in found)
+    small(found[0][1], call, grads)
+
+
 def test_every_layout_has_the_same_bits(device):
     case = Case(KIMI, "normal", 17, 64)
     call = call_of(case, device)
@@ -468,9 +482,12 @@ def test_gradients_do_not_look_ahead(device):
 
 
 # ---- graphs and streams ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", [FLASHKDA, PACKED], ids=["fixed", "packed"])
-def test_a_graph_of_a_whole_step(kind, device):
-    lengths = (64, 0, 300) if kind.cu_seqlens else (150, 150)
+@pytest.mark.parametrize(
+    "kind, lengths",
+    [(FLASHKDA, (150, 150)), (PACKED, (64, 0, 300)), (FLASHKDA, (2100,))],
+    ids=["fixed", "packed", "long"],
+)
+def test_a_graph_of_a_whole_step(kind, lengths, device):
     call = training_call(kind, lengths, 2, device)
     grads = gradients_of_results(call)
     expected = here(call, *grads)
