@@ -79,7 +79,7 @@ def backward(call: Call, forward: Plan, wanted: tuple[str, ...]) -> Plan:
 
 
 def beside_chains(tokens: int, num_sequences: int, heads: int, sm_count: int, variant: Variant) -> bool:
-    """Whether the local gradients of a backward run beside its two chains, each of two CTAs for each of HV `heads` and sequence.
+    """Whether the local gradients of a backward run beside its two chains, each of two CTAs per sequence and HV `heads`.
 
     That is for few and long chains, which leave SMs idle. The order in which the chunks of a sequence get ready must be known
     without cu_seqlens of several sequences, and one launch must cover all slots: `in_segments` takes it back.

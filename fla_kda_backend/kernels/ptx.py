@@ -288,11 +288,7 @@ stg_release_b32 = ordered(
     "Store 4 bytes after everything that this thread has written or has synchronised with.",
 )
 
-red_release_add_b32 = ordered(
-    "red.release.gpu.global.add.u32 [$0], $1;",
-    "lr ->",
-    "Add to 4 bytes, as stg_release_b32 stores. Who sees a sum by ldg_acquire_b32 sees what all who added to it had written.",
-)
+red_add_b32 = ordered("red.relaxed.gpu.global.add.u32 [$0], $1;", "lr ->", "Add to 4 bytes.")
 atom_add_b32 = ordered("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", "lr -> r", "Add to 4 bytes; returns what they were.")
 
 

@@ -327,6 +327,25 @@ def test_every_layout_has_the_same_bits(device):
         assert equal(here(call | moved, *grads), whole), layout
 
 
+# ---- local gradients beside the chains -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", specs.BACKWARD_SEGMENTED, ids=call_table.label)
+@pytest.mark.parametrize("lengths, heads", [((2048,), 1), ((8192,), 6), ((2700,), 10), ((4100, 4100), 5), ((2100,), 33)])
+def test_local_gradients_beside_the_chains_change_no_bit(kind, lengths, heads, device, monkeypatch):
+    if kind.cu_seqlens and len(lengths) > 1:
+        pytest.skip("several packed sequences")
+    call = training_call(kind, lengths, heads, device)
+    grads = gradients_of_results(call)
+    found = []
+    for limit in (0, 132):
+        monkeypatch.setattr(planning, "BESIDE_CTAS", limit)
+        memo.clear()
+        with dispatch_log.capture() as seen:
+            found += [here(call, *grads) for _ in range(10)]
+        beside = [dict(record.params).get("beside", False) for record in seen if record.code == "backward"]
+        assert beside == [limit > 0] * len(beside)
+    assert all(equal(one, found[0]) for one in found)
+
+
 # ---- segments ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", specs.BACKWARD_SEGMENTED, ids=call_table.label)
 @pytest.mark.parametrize("chunks", [1, 3, 7])

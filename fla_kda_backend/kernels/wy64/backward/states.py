@@ -40,7 +40,7 @@ and has the copy engine read them. It waits until they are read, and arrives; th
 again.
 
 Beside the local gradients (launch.py) the writer counts a chunk as left there once its copies are complete, which it asks for
-two chunks later, so that it does not wait.
+two chunks later or more, so that it does not wait.
 
 Other grids. All of a CTA's reads of records come after a wait for prepare. Each CTA lets the reverse chain start after such a
 wait, so that the reverse chain finds prepare's records complete; see launch.py.
@@ -58,7 +58,7 @@ from fla_kda_backend.kernels.ring import RingPosition
 from fla_kda_backend.kernels.wy64.backward.record import LOCAL_BYTES, S_AT, STATE_HALF_BYTES, V_AT, V_HALF_BYTES
 from fla_kda_backend.kernels.wy64.backward.state_links import StateWarps
 from fla_kda_backend.kernels.wy64.backward.state_shared import SMEM_BYTES, StateShared
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, publish, ready_address
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, publish_at, publish_rest, ready_address
 from fla_kda_backend.kernels.wy64.chain.arguments import Cta
 from fla_kda_backend.kernels.wy64.chain.loaders import ChainLoader, Loader
 from fla_kda_backend.kernels.wy64.chain.shared import QK_BYTES, QKA_BYTES
@@ -201,17 +201,13 @@ class ImageWriter:
                     ptx.bulk_wait_read()
                     cute.arch.mbarrier_arrive(places.full + at.stage)
                     if const_expr(self.beside):
-                        if link >= 2:
-                            ptx.bulk_wait_but_two()
-                            publish(ready + Int64(link - 2) * FLAG_BYTES)
+                        publish_at(link, ready, FLAG_BYTES, ptx.bulk_wait_but_two)
                 s += LOCAL_BYTES
                 v += LOCAL_BYTES
                 at.advance()
             if const_expr(self.beside):
                 with cute.arch.elect_one():
-                    ptx.bulk_wait()
-                    for link in cutlass.range(cutlass.max(item.output_links - 2, Int32(0)), item.output_links, unroll=1):
-                        publish(ready + Int64(link) * FLAG_BYTES)
+                    publish_rest(item.output_links, ready, FLAG_BYTES)
                 cute.arch.sync_warp()
 
 

@@ -3,12 +3,16 @@
 `slots` and `slot` are counted from the launch's first slot.
 """
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64.backward.record import LOCAL_BYTES, NEXT_AT, READY_AT
 from fla_kda_backend.kernels.wy64.record import FLAG_BYTES, RECORD_BYTES
 from fla_kda_backend.kernels.wy64.workspace import flag_address
+
+PUBLISH_EVERY = 2  # links: a fence for the whole GPU takes the thread that stores about as long as a link takes
 
 
 def local_record(workspace, heads, slots, head, slot):
@@ -27,7 +31,32 @@ def next_address(workspace, heads, slots):
     return flag_address(workspace, heads, slots, 0, 0) + NEXT_AT
 
 
-def publish(ready):
-    """Count, at address `ready`, the part of a local record whose bulk stores this thread has seen complete."""
+@cute.jit
+def publish(ready, step, begin, end):
+    """Count parts of local records, at the addresses ready + begin * step to ready + (end - 1) * step. This thread has seen their
+    bulk stores complete.
+
+    Who reads a count with acquire semantics sees what all those have written that added to it.
+    """
     ptx.fence_proxy_async_global()
-    ptx.red_release_add_b32(ready, Int32(1))
+    ptx.fence_gpu()
+    for link in cutlass.range(begin, end, unroll=1):
+        ptx.red_add_b32(ready + Int64(link) * step, Int32(1))
+
+
+@cute.jit
+def publish_at(link, ready, step, wait: cutlass.Constexpr):
+    """After each link of an item has closed its groups of bulk stores: `publish`, now and then, up to the last link but two.
+
+    wait: waits for the stores of all but the last two links.
+    """
+    if link % PUBLISH_EVERY == PUBLISH_EVERY - 1:
+        wait()
+        publish(ready, step, cutlass.max(link - 1 - PUBLISH_EVERY, Int32(0)), link - 1)
+
+
+@cute.jit
+def publish_rest(links, ready, step):
+    """`publish`, after all links of an item, those that publish_at has left out."""
+    ptx.bulk_wait()
+    publish(ready, step, cutlass.max(links // PUBLISH_EVERY * PUBLISH_EVERY - 2, Int32(0)), links)

@@ -154,7 +154,7 @@ class Loads:
 
     @cute.jit
     def test_chains(self, args, memory, n):
-        """Write whether both chains have left their parts of pair n's local record, or there is no such pair. By a whole warp."""
+        """Write whether both chains have left their parts of pair n's local record, or there is no pair. By a whole warp."""
         ready = Int32(1)
         if memory.info(n, Info.ROWS) > 0:
             parts = ptx.ldg_acquire_b32(self.ready_address(args, memory, n))

@@ -2,13 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import const_expr
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.ring import RingPosition
 from fla_kda_backend.kernels.wy64.backward.record import DS_AT, DV_AT, LOCAL_BYTES, STATE_HALF_BYTES, V_HALF_BYTES
 from fla_kda_backend.kernels.wy64.backward.reverse.shared import IMAGE_BYTES
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record, publish, ready_address
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record, publish_at, publish_rest, ready_address
 from fla_kda_backend.kernels.wy64.record import FLAG_BYTES
 
 
@@ -29,8 +29,8 @@ class Writer:
     def write(self):
         """The images in the order in which they come. One is freed when the next one's copy has begun: two at a time.
 
-        Beside the local gradients, a chunk counts as left in its local record once its last image, dV', is written. That is asked
-        for five images later, which is time enough for the copies, so that this thread does not wait."""
+        Beside the local gradients, a chunk is counted once its last image, dV', is written. That is asked for five images later or
+        more, which is time enough for the copies, so that this thread does not wait."""
         args = self.args
         image = RingPosition.of_reader(self.shared.image.stages)
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
@@ -56,18 +56,15 @@ class Writer:
                     image.advance()
                     ds -= LOCAL_BYTES
                     if const_expr(self.beside):
-                        if link >= 2:  # images since the dV' of that link: both dS and dV' of the next one, both dS of this one
-                            ptx.bulk_wait_but_five()
-                            publish(ready - Int64(link - 2) * FLAG_BYTES)
+                        # Five images since the last dV' but one: dS in halves and dV' of the link before, this one's dS.
+                        publish_at(link, ready, -FLAG_BYTES, ptx.bulk_wait_but_five)
                 self.store(dv, image)
                 self.free_before(image)
                 ptx.bulk_wait_read()
                 cute.arch.mbarrier_arrive(self.shared.image.empty + image.stage)
                 image.advance()
                 if const_expr(self.beside):
-                    ptx.bulk_wait()
-                    for link in cutlass.range(cutlass.max(item.output_links - 2, Int32(0)), item.output_links, unroll=1):
-                        publish(ready - Int64(link) * FLAG_BYTES)
+                    publish_rest(item.output_links, ready, -FLAG_BYTES)
         ptx.bulk_wait()
 
     def store(self, target, image):
