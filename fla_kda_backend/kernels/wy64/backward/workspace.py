@@ -33,8 +33,8 @@ def next_address(workspace, heads, slots):
 
 @cute.jit
 def publish(ready, step, begin, end):
-    """Count parts of local records, at the addresses ready + begin * step to ready + (end - 1) * step. This thread has seen their
-    bulk stores complete.
+    """Count parts of local records, at the addresses ready + begin * step to ready + (end - 1) * step. This thread has seen
+    their bulk stores complete.
 
     Who reads a count with acquire semantics sees what all those have written that added to it.
     """

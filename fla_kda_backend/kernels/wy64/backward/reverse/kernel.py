@@ -4,7 +4,7 @@ A task is (sequence, head, value half) as in ../../chain/kernel.py, and a link i
 64 values], the gradient of the state after the chunk, kept as dS'^T:
 
     dV' = A^T dO             tensor core: A = dO^T, from registers; B = A; accumulator `acc_v`; during the link before
-    dV' += K_end dS'         tensor core: A = dS'^T in bf16, from registers; B = K_end
+    dV' += K_end dS'         tensor core: A = dS'^T in bf16, from registers; B = K_end; half of the keys during the link before
     dS  = diag(decay) dS'    CUDA cores: a column scale of the fp32 accumulators `acc_s`, while the products above run
     dS += Q^T dO             tensor core: the same A; B = Q; while dV' is rounded
     dS -= W^T dV'            tensor core: A = dV'^T in bf16, from registers; B = -W
