@@ -67,12 +67,14 @@ from fla_kda_backend.kernels.wy64.backward.local.columns import Columns
 from fla_kda_backend.kernels.wy64.backward.local.gates import BETA_GRADIENTS
 from fla_kda_backend.kernels.wy64.backward.local.loads import Loads, LocalArguments
 from fla_kda_backend.kernels.wy64.backward.local.memory import (
+    PATCH,
     SMEM_BYTES,
     THREADS,
     Coord,
     Full,
     Info,
     Memory,
+    Part,
     Place,
     Sums,
     Table,
@@ -80,7 +82,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
 from fla_kda_backend.kernels.wy64.backward.local.stores import clear_rows, store_one
 from fla_kda_backend.kernels.wy64.backward.local.tensors import Tensors
 from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
-from fla_kda_backend.kernels.wy64.record import CHUNK, HEAD_DIM
+from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK, HEAD_DIM
 
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -151,34 +153,32 @@ class LocalGradients:
 
     @cute.kernel
     def kernel(self, args: LocalArguments):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(tid >> 5)
-        coord = Coord(tid=tid, warp=warp, quarter=warp >> 2, band=warp & 3, lane=tid & 31)
+        coord = Coord.read()
         allocator = SmemAllocator()
         pointer = allocator.allocate_array(BFloat16, SMEM_BYTES // 2, byte_alignment=1024)
         tables = pointer + (Place.TABLES + Table.MBARRIERS) // 2
         memory = Memory(pointer=pointer, mbarriers=cute.recast_ptr(tables, dtype=Int64), base=pointer.toint())
         n = Int32(0)
-        if warp == 0:
+        if coord.warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(len(Full)):
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
             cute.arch.mbarrier_init_fence()
-            ptx.sts_f32(memory.table(Table.ONE), Float32(1.0))
             block, _, _ = cute.arch.block_idx()
             self.loads.find(args, memory, n, block)
             cute.arch.sync_warp()
             self.loads.load_early(args, memory, n)
             self.loads.load_rows(args, memory, n)
             self.loads.load_late(args, memory, n)
+            self.loads.load_v(args, memory, n)
             if const_expr(self.loads.wide_gate):
                 self.loads.load_gate(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
-            self.clear_outside(args, tid)
+            self.clear_outside(args, coord.tid)
         cute.arch.sync_threads()
         rows = memory.info(n, Info.ROWS)
         while rows > 0:
-            self.chunk(args, memory, coord, n, rows)
+            self.chunk(args, memory, n, rows)
             n += 1
             rows = memory.info(n, Info.ROWS)
 
@@ -204,9 +204,9 @@ class LocalGradients:
 
     # ---- one chunk
     @cute.jit
-    def chunk(self, args, memory, coord, n, rows):
+    def chunk(self, args, memory, n, rows):
         """The gradients of the CTA's pair number n. rows: from its first row to the sequence's end."""
-        parity = n & 1
+        parity, coord = n & 1, Coord.read()
         full = lambda which: memory.mbarriers + int(which)  # noqa: E731
         head, token = memory.info(n, Info.HEAD), memory.info(n, Info.TOKEN)
         s_x = Float32(1.0) if self.variant.l2norm else args.scale
@@ -223,54 +223,66 @@ class LocalGradients:
         cute.arch.mbarrier_wait(full(Full.ROWS), parity)
         if const_expr(self.loads.wide_gate):
             cute.arch.mbarrier_wait(full(Full.GATE), parity)
-        acc = tensors.accumulator()
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(16))
-        tensors.start_d_a_or_d_m(acc)
-        a_log, bias = self.loads.parameters(args, head, coord.channel)
-        columns = Columns(self.variant, self.schedule, self.loads, args, memory, coord, rows, s_x)
+        blocks, _ = tensors.accumulator()
+        tensors.start_d_a_or_d_m(blocks)
+        columns = Columns(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
+        a_log, bias = self.loads.parameters(args, head, columns.coord.quarter * 32 + 2 * columns.p)
         columns.load(args.gate_scale, a_log, bias)
-        tensors.sum_s_ds()
         warpgroup.wait_group(0)
-        tensors.store_blocks(acc, args.scale, s_x)
-        columns.write_images()
+        tensors.store_blocks(blocks, args.scale, s_x)
+        (acc_q, d_q), (acc_x, x_s), (acc_k, d_k_end) = (tensors.accumulator() for _ in range(3))
+        tensors.start_d_q(acc_q)
+        tensors.start_x_s(acc_x)
+        tensors.sum_s_ds()
+        columns.write_row_images()
+        tensors.start_d_k_end(acc_k)
+        columns.write_next_image()
+        warpgroup.wait_group(0)
         cute.arch.sync_threads()
         # step 3
-        tensors.start_d_q(acc)
+        columns.fresh()
+        columns.put(d_q, Place.S)
+        columns.put(x_s, Place.X)
+        columns.put(d_k_end, Place.DS)
         columns.find_band_decays()
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        tensors.start_x_s(acc)
-        columns.add_d_q()
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
+        columns.add_level()
+        columns.fresh()
         columns.add_x_w()
-        columns.add_rows_between()
+        columns.add_rows_between(columns.kr, int(Part.D_M), int(Place.K))
+        columns.fresh()
+        columns.finish_k_rows()
+        columns.add_d_q()
+        columns.start_columns()
+        columns.add_rows_between(columns.dq, int(Part.D_A), int(Place.Q))
+        columns.fresh()
+        columns.finish_q()
         columns.add_columns_between()
-        ptx.fence_proxy_async()  # what was read and written of them before the next chunk's copies
+        columns.fresh()
+        columns.finish_columns()
+        columns.add_rows_inside()
+        columns.fresh()
+        columns.add_columns_inside()
+        columns.fresh()
+        columns.add_d_k_end()
+        columns.share_sums()
+        columns.fresh()
+        ptx.fence_proxy_async()  # what was read and written of shared memory before the next chunk's copies
         cute.arch.sync_threads()
-        if coord.warp == 0:
+        if columns.coord.warp == 0:
             self.loads.load_early(args, memory, n + 1)
+            self.loads.load_late(args, memory, n + 1)
+            self.loads.load_v(args, memory, n + 1)
             self.loads.load_rows(args, memory, n + 1)
         # step 4
-        columns.add_in_band()
-        tensors.start_d_k_end(acc)
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        columns.add_d_k_end()
-        g = self.loads.g_again(args, coord, token, rows, head)
-        columns.share_sums()
-        ptx.fence_proxy_async()
-        cute.arch.sync_threads()
-        if coord.warp == 0:
-            self.loads.load_late(args, memory, n + 1)
-        # step 5
+        coord = columns.coord
+        channel = coord.quarter * 32 + 2 * columns.p
+        g = self.loads.g_again(args, token, 16 * coord.band + 8 * columns.h, channel, rows, head)
+        a_log, bias = self.loads.parameters(args, head, channel)
         columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
-        if const_expr(self.loads.wide_gate):
-            ptx.fence_proxy_async()
         cute.arch.sync_threads()
-        # step 6
+        # step 5
         self.store_sums(args, memory, coord, n)
         if const_expr(self.loads.wide_gate):
             ptx.fence_proxy_async()
@@ -293,6 +305,11 @@ class LocalGradients:
         if tid < CHUNK:
             ptx.sts_f32(memory.table(Table.BETA) + tid * 4, self.loads.beta(args, token, tid, rows, head))
         cute.arch.mbarrier_wait(full_rows, parity)
+        if rows < CHUNK:
+            for i in cutlass.range_constexpr(8):
+                piece = tid + 256 * i  # of 2048, of q and k
+                if ((piece >> 3) & 63) >= rows:
+                    ptx.sts_v4_b32(memory.base + Place.Q + piece * 16, [Int32(0)] * 4)
         if const_expr(self.variant.l2norm):
             row, quad = tid >> 2, coord.quad
             for place, table in ((Place.Q, Table.RSTD), (Place.K, Table.RSTD + 256)):
@@ -330,8 +347,8 @@ class LocalGradients:
             if const_expr(parameter is not None):
                 channel = coord.tid - HEAD_DIM * which
                 if out != 0 and channel >= 0 and channel < HEAD_DIM:
-                    at = memory.base + Place.PATCHES + sums + channel * 4
-                    x = [ptx.lds_f32(at + 512 * b) for b in range(4)]
+                    at = memory.base + Place.PATCHES + sums + (channel >> 5) * (BANDS * PATCH) + (channel & 31) * 4
+                    x = [ptx.lds_f32(at + b * PATCH) for b in range(BANDS)]
                     ptx.stg_f32(out + row + Int64(channel * 4), (x[0] + x[1]) + (x[2] + x[3]))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from fla_kda_backend.kernels import ptx
@@ -37,7 +38,7 @@ class Place(IntEnum):
     K = Q + TILE_BYTES  # then k_row
     K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
     V = K_NEXT + TILE_BYTES  # then dA and dM
-    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last SUMS
+    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last Sums
     TABLES = PATCHES + 2 * TILE_BYTES
 
 
@@ -53,12 +54,9 @@ class Table(IntEnum):
     """Offsets in TABLES; fp32."""
 
     MBARRIERS = 0
-    ONE = 56  # a 1 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
     BAND = 256  # [4 bands][128]: decay of the whole band
-    D_G = BAND  # later: sums of dG over the band
     C0 = BAND + 2048  # [4 parts][128]: S . dS' over 32 values each
-    E = C0  # later: sums of e over the band
     RSTD = C0 + 2048  # [q, k][64]
     BETA = RSTD + 512  # [64]
     DOT_Q = BETA + 256  # [4 quarters][64]: dq . q
@@ -69,10 +67,12 @@ class Table(IntEnum):
 
 
 class Sums(IntEnum):
-    """Offsets in PATCHES at the end of a chunk; fp32 [4 bands][128]."""
+    """Offsets in a warp's patch at the end of a chunk; fp32 [32 channels], sums over the band's tokens."""
 
-    BIAS = 0
-    A_LOG = 2048
+    D_G = 0
+    E = 128
+    BIAS = 256
+    A_LOG = 384
 
 
 class Info(IntEnum):
@@ -131,6 +131,13 @@ class Coord:
     band: Int32
     lane: Int32
 
+    @classmethod
+    def read(cls):
+        """This thread's, read again, so that what depends on it takes no registers for long."""
+        tid = ptx.thread_index()
+        warp = cute.arch.make_warp_uniform(tid >> 5)
+        return cls(tid=tid, warp=warp, quarter=warp >> 2, band=warp & 3, lane=tid & 31)
+
     @property
     def group(self):
         return self.lane >> 2
@@ -138,8 +145,3 @@ class Coord:
     @property
     def quad(self):
         return self.lane & 3
-
-    @property
-    def channel(self):
-        """The lane's, in the column layout."""
-        return self.quarter * 32 + self.lane

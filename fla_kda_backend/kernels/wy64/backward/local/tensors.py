@@ -61,8 +61,9 @@ class Tensors:
         self.dv_new = b_operand(self.rs, image(Place.X, MNSW, (64, 64), (1, 0), 2, HALF_TILE))  # (MMA, 1, 4, half)
 
     def accumulator(self):
-        """Of a 64 x 32 product."""
-        return cute.make_rmem_tensor(self.ss.get_slice(self.coord.tid & 127).partition_shape_C((64, 32)), Float32)
+        """Of a 64 x 32 product, and its 16 values of this thread."""
+        acc = cute.make_rmem_tensor(self.ss.get_slice(self.coord.tid & 127).partition_shape_C((64, 32)), Float32)
+        return acc, cute.make_tensor(acc.iterator, cute.make_layout(16))
 
     @cute.jit
     def start(self, acc, a, b):
