@@ -109,45 +109,24 @@ class Columns:
                 ptx.sts_v2_f32(at, values[4 * i + 2 * r], values[4 * i + 2 * r + 1])
         cute.arch.sync_warp()
 
+    def four(self, table, i):
+        """The lane's tokens i to i + 3 in a table of the chunk's rows; None, for `hat`, where they are not normalised."""
+        if int(table) != int(Table.BETA) and not self.variant.l2norm:
+            return [None] * 4
+        return ptx.lds_v4_f32(self.rows_table + (int(table) + 4 * i))
+
     def eight(self, table):
         """The lane's tokens in a table of the chunk's rows."""
         return [*ptx.lds_v4_f32(self.rows_table + int(table)), *ptx.lds_v4_f32(self.rows_table + int(table) + 16)]
-
-    def scales(self, table):
-        """1 / norm of the lane's tokens."""
-        return self.eight(table) if self.variant.l2norm else [None] * TOKENS
 
     def hat(self, word, scale):
         """q^ or k^ of a token, a pair; scale: of this token."""
         pair = ptx.unpack_bf16x2(word)
         return pair if scale is None else tuple(ptx.mul(x, scale) for x in pair)
 
-    def q_hats(self):
-        return [self.hat(w, s) for w, s in zip(self.q, self.scales(Table.RSTD))]
-
-    def k_hats(self):
-        return [self.hat(w, s) for w, s in zip(self.k, self.scales(K_RSTD))]
-
-    def beta_k(self):
-        return [tuple(ptx.mul(b, x) for x in k) for b, k in zip(self.eight(Table.BETA), self.k_hats())]
-
     def band_decay(self, band):
         """Decay of a whole band, of the lane's channels."""
         return ptx.lds_v2_f32(self.channel_table + Table.BAND + band * 512)
-
-    def running(self):
-        """P: decays from the half's start up to and with each token."""
-        p = [(self.a[0], self.a[1])]
-        for i in range(1, TOKENS):
-            p.append(tuple(ptx.mul(p[-1][c], self.a[2 * i + c]) for c in range(2)))
-        return p
-
-    def following(self):
-        """N: decays from behind each token to the half's end."""
-        n = [(Float32(1.0), Float32(1.0)), (self.a[COUNT - 2], self.a[COUNT - 1])]
-        for j in range(TOKENS - 2, 0, -1):
-            n.append(tuple(ptx.mul(n[-1][c], self.a[2 * j + c]) for c in range(2)))
-        return n[::-1]
 
     def other(self, x):
         """x of the lane with the band's other tokens."""
@@ -184,30 +163,42 @@ class Columns:
             return g
         return [ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(Place.K_NEXT))) for i in range(TOKENS)]
 
-    def write_row_images(self):
-        """q_row and k_row over q and k, the same without `lo` to the level images; the band's decay. Each lane over its own."""
-        p = self.running()
-        theirs = [self.other(x) for x in p[-1]]
+    def find_decays(self):
+        """`lo`, `hi`; the band's decay to its table."""
+        whole = [self.a[0], self.a[1]]
+        for i in range(2, COUNT):
+            whole[i % 2] = ptx.mul(whole[i % 2], self.a[i])
+        theirs = [self.other(x) for x in whole]
         self.lo = [ptx.less_f32(self.h, 1, 1.0, x) for x in theirs]
         self.hi = [ptx.less_f32(self.h, 1, x, 1.0) for x in theirs]
-        ptx.sts_v2_f32(
-            self.channel_table + Table.BAND + self.coord.band * 512, *(ptx.mul(x, y) for x, y in zip(p[-1], theirs))
-        )
-        q, k = self.q_hats(), self.beta_k()
+        at = self.channel_table + Table.BAND + self.coord.band * 512
+        ptx.sts_v2_f32(at, *(ptx.mul(x, y) for x, y in zip(whole, theirs)))
+
+    def write_row_images(self):
+        """q_row and k_row over q and k, the same without `lo` to the level images. Each lane over its own."""
+        p = [Float32(1.0)] * 2
         for i in range(TOKENS):
+            if i % 4 == 0:
+                q_scale, k_scale, beta = self.four(Table.RSTD, i), self.four(K_RSTD, i), self.four(Table.BETA, i)
+            p = [self.a[c] if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
             at = self.image_at(i)
-            x = [ptx.mul(q[i][c], p[i][c]) for c in range(2)]
-            y = [ptx.mul(k[i][c], p[i][c]) for c in range(2)]
+            x = [ptx.mul(y, p[c]) for c, y in enumerate(self.hat(self.q[i], q_scale[i % 4]))]
             ptx.sts_b32(at + int(Place.Q), ptx.pack_bf16x2(*(ptx.mul(x[c], self.lo[c]) for c in range(2))))
-            ptx.sts_b32(at + int(Place.K), ptx.pack_bf16x2(*(ptx.mul(y[c], self.lo[c]) for c in range(2))))
             _sts_b32_less(self.level_at(i), ptx.pack_bf16x2(*x), Int32(0), self.h)
-            ptx.sts_b32(self.level_at(i) + 1024, ptx.pack_bf16x2(*y))
+            x = [ptx.mul(ptx.mul(y, beta[i % 4]), p[c]) for c, y in enumerate(self.hat(self.k[i], k_scale[i % 4]))]
+            ptx.sts_b32(at + int(Place.K), ptx.pack_bf16x2(*(ptx.mul(x[c], self.lo[c]) for c in range(2))))
+            ptx.sts_b32(self.level_at(i) + 1024, ptx.pack_bf16x2(*x))
 
     def write_next_image(self):
         """k_next over g, without `hi` to the level images."""
-        n, k = self.following(), self.k_hats()
-        for i in range(TOKENS):
-            x = [k[i][c] if i == TOKENS - 1 else ptx.mul(k[i][c], n[i][c]) for c in range(2)]
+        n = None
+        for i in range(TOKENS - 1, -1, -1):
+            if i % 4 == 3:
+                k_scale = self.four(K_RSTD, i - 3)
+            x = self.hat(self.k[i], k_scale[i % 4])
+            if n is not None:
+                x = [ptx.mul(x[c], n[c]) for c in range(2)]
+            n = [self.a[2 * i + c] if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
             ptx.sts_b32(self.image_at(i) + int(Place.K_NEXT), ptx.pack_bf16x2(*(ptx.mul(x[c], self.hi[c]) for c in range(2))))
             _sts_b32_less(self.level_at(i), ptx.pack_bf16x2(*x), self.h, Int32(1))
 
@@ -256,42 +247,20 @@ class Columns:
                     x = ptx.mul(operand[c], pair[c])
                     self.dg[2 * i + c] = x if target is self.z else self.dg[2 * i + c] + x
 
-    # ---- products with the states, in the places of the patches
-    def add_x_w(self):
-        """X S^T: kr += -lo before s_x (X S^T), to be multiplied by P."""
-        p, k = self.running(), self.beta_k()
-        factor = [Float32(0.0) - self.before[c] * self.lo[c] * self.s_x for c in range(2)]
-        for i in range(TOKENS):
-            pair = self.pair(i, Place.X)
-            for c in range(2):
-                x = factor[c] * pair[c]
-                self.kr[2 * i + c] = self.kr[2 * i + c] + x
-                self.dg[2 * i + c] = ptx.fma(ptx.mul(k[i][c], p[i][c]), x, self.dg[2 * i + c])
-
-    def finish_k_rows(self):
-        """kr but for what is inside the halves, to X's place."""
-        p = self.running()
-        for i in range(TOKENS):
-            self.keep(i, *(ptx.mul(p[i][c], self.kr[2 * i + c]) for c in range(2)), Place.X)
-
-    def add_d_q(self):
-        """dQ_: dq = lo before scale dQ_ + Y8_q, to be multiplied by P."""
-        p, q = self.running(), self.q_hats()
-        factor = [self.before[c] * self.lo[c] * self.args.scale for c in range(2)]
+    # ---- after the products
+    def start_rows(self):
+        """dq = Y8_q, like kr to be multiplied by P."""
         second = ptx.less_f32(self.h, 1, 0.0, 1.0)
-        for i in range(TOKENS):
-            pair = self.pair(i, Place.S)
-            for c in range(2):
-                x = factor[c] * pair[c]
-                self.dq[2 * i + c] = ptx.fma(second, self.z[2 * i + c], x)
-                self.dg[2 * i + c] = ptx.fma(ptx.mul(q[i][c], p[i][c]), x, self.dg[2 * i + c])
+        for i in range(COUNT):
+            self.dq[i] = ptx.mul(second, self.z[i])
 
-    def finish_q(self):
-        """dq but for what is inside the halves."""
-        p = self.running()
+    def finish_rows(self):
+        """dq and kr but for what is inside the halves, to the places of S and X."""
+        p = [Float32(1.0)] * 2
         for i in range(TOKENS):
-            for c in range(2):
-                self.dq[2 * i + c] = ptx.mul(p[i][c], self.dq[2 * i + c])
+            p = [self.a[c] if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
+            for values, place in ((self.dq, Place.S), (self.kr, Place.X)):
+                self.keep(i, *(ptx.mul(p[c], values[2 * i + c]) for c in range(2)), place)
 
     def start_columns(self):
         """kc = Y8_c, to be multiplied by N."""
@@ -300,24 +269,17 @@ class Columns:
             self.kc[i] = ptx.mul(first, self.z[i])
 
     def finish_columns(self):
-        """kc but for what is inside the halves and dKe."""
-        n = self.following()
-        for i in range(TOKENS - 1):
+        """kc with dKe, but for what is inside the halves; e to the place of dS'."""
+        factor = [self.behind[c] * self.s_x for c in range(2)]
+        n = None
+        for i in range(TOKENS - 1, -1, -1):
+            pair, operand = self.pair(i, Place.DS), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(Place.K_NEXT)))
+            x = [factor[c] * pair[c] for c in range(2)]
+            self.keep(i, *(operand[c] * x[c] for c in range(2)), Place.DS)
             for c in range(2):
-                self.kc[2 * i + c] = ptx.mul(n[i][c], self.kc[2 * i + c])
-
-    def add_d_k_end(self):
-        """dKe: kc += N hi behind s_x dKe; e."""
-        n, k = self.following(), self.k_hats()
-        factor = [self.behind[c] * self.hi[c] * self.s_x for c in range(2)]
-        self.e = []
-        for i in range(TOKENS):
-            pair = self.pair(i, Place.DS)
-            for c in range(2):
-                x = factor[c] * pair[c]
-                x = x if i == TOKENS - 1 else ptx.mul(n[i][c], x)
-                self.kc[2 * i + c] = self.kc[2 * i + c] + x
-                self.e.append(k[i][c] * x)
+                y = ptx.fma(self.hi[c], x[c], self.kc[2 * i + c])
+                self.kc[2 * i + c] = y if n is None else ptx.mul(n[c], y)
+            n = [self.a[2 * i + c] if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
 
     # ---- between bands
     def tile_address(self, place, band):
@@ -359,20 +321,25 @@ class Columns:
             self._add_band_before(y, part, c, f)
 
     @cute.jit
-    def add_rows_between(self, target, part: cutlass.Constexpr, place: cutlass.Constexpr):
-        """Y_q or Y_k: target += lo Y, to be multiplied by P; dG."""
+    def add_rows_between(self, target, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
+        """Y = Y_q or Y_k, with the product with the state in `place`: target += lo (factor before product + Y); dG."""
+        factors = [factor * self.before[c] for c in range(2)]
         if self.coord.band > 0:
             y = cute.make_rmem_tensor(COUNT, Float32)
             self.sum_over_bands_before(y, part)
             self.put(y)
-            self._add_y(target, place)
+            self._add_y(target, image, place, factors, True)
+        else:
+            self._add_y(target, image, place, factors, False)
 
-    def _add_y(self, target, place):
+    def _add_y(self, target, image, place, factors, between):
         for i in range(TOKENS):
-            pair, operand = self.pair(i), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(place)))
+            x, operand = self.pair(i, place), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(image)))
+            y = self.pair(i) if between else None
             for c in range(2):
-                target[2 * i + c] = ptx.fma(self.lo[c], pair[c], target[2 * i + c])
-                self.dg[2 * i + c] = ptx.fma(operand[c], pair[c], self.dg[2 * i + c])
+                u = ptx.fma(factors[c], x[c], y[c]) if between else factors[c] * x[c]
+                target[2 * i + c] = ptx.fma(self.lo[c], u, target[2 * i + c])
+                self.dg[2 * i + c] = ptx.fma(operand[c], u, self.dg[2 * i + c])
 
     def _columns_of(self, y, b):
         """y = Y_c(b)."""
@@ -430,31 +397,31 @@ class Columns:
 
     def add_rows_inside(self):
         """Pairs j < i of the half in dq and kr, the diagonal; sums for dbeta and of dq q. kr enters kc."""
-        q_scales, k_scales, betas = self.scales(Table.RSTD), self.scales(K_RSTD), self.eight(Table.BETA)
         decayed = []
         k_sums, q_sums = [], []
         for i in range(TOKENS):
+            if i % 4 == 0:
+                q_scale, k_scale, beta = self.four(Table.RSTD, i), self.four(K_RSTD, i), self.four(Table.BETA, i)
             m = self.pairs(i, i + 1)
-            q, k = self.hat(self.q[i], q_scales[i]), self.hat(self.k[i], k_scales[i])
-            rows = self.pair(i, Place.X)
+            q, k = self.hat(self.q[i], q_scale[i % 4]), self.hat(self.k[i], k_scale[i % 4])
+            dq, kr = self.pair(i, Place.S), self.pair(i, Place.X)
             k_sum = q_sum = None
             for c in range(2):
                 o = 2 * i + c
-                kr = rows[c]
+                p, r = dq[c], kr[c]
                 if i > 0:
                     x = y = None
                     for j in range(i):
                         z = decayed[2 * j + c] = ptx.mul(decayed[2 * j + c], self.a[o])
                         x = ptx.mul(m[j][0], z) if x is None else ptx.fma(m[j][0], z, x)
                         y = ptx.mul(m[j][1], z) if y is None else ptx.fma(m[j][1], z, y)
-                    self.dg[o] = ptx.fma(q[c], x, ptx.fma(ptx.mul(betas[i], k[c]), y, self.dg[o]))
-                    self.dq[o] = self.dq[o] + x
-                    kr = kr + y
+                    self.dg[o] = ptx.fma(q[c], x, ptx.fma(ptx.mul(beta[i % 4], k[c]), y, self.dg[o]))
+                    p, r = p + x, r + y
                 decayed.append(k[c])
-                self.dq[o] = ptx.fma(m[i][0], k[c], self.dq[o])
-                self.kc[o] = ptx.fma(betas[i], kr, ptx.fma(m[i][0], q[c], self.kc[o]))
-                k_sum = k[c] * kr if c == 0 else ptx.fma(k[c], kr, k_sum)
-                q_sum = q[c] * self.dq[o] if c == 0 else ptx.fma(q[c], self.dq[o], q_sum)
+                p = self.dq[o] = ptx.fma(m[i][0], k[c], p)
+                self.kc[o] = ptx.fma(beta[i % 4], r, ptx.fma(m[i][0], q[c], self.kc[o]))
+                k_sum = k[c] * r if c == 0 else ptx.fma(k[c], r, k_sum)
+                q_sum = q[c] * p if c == 0 else ptx.fma(q[c], p, q_sum)
             k_sums.append(k_sum)
             q_sums.append(q_sum)
         self.store_row_sum(Table.DOT_BETA, k_sums)
@@ -462,22 +429,29 @@ class Columns:
             self.store_row_sum(Table.DOT_Q, q_sums)
 
     def add_columns_inside(self):
-        """Pairs j < i of the half in kc and dG."""
-        q, k = self.q_hats(), self.beta_k()
+        """Pairs j < i of the half in kc and dG; sums of dk k."""
         sums = [None] * COUNT
-        for i in range(TOKENS - 1, 0, -1):
-            m = self.pairs(i, i)
+        dots = [None] * TOKENS
+        for i in range(TOKENS - 1, -1, -1):
+            if i % 4 == 3:
+                q_scale, k_scale, beta = (self.four(t, i - 3) for t in (Table.RSTD, K_RSTD, Table.BETA))
+            k = self.hat(self.k[i], k_scale[i % 4])
             for c in range(2):
-                for j in range(i):
-                    o = 2 * j + c
-                    x = ptx.mul(m[j][0], q[i][c]) if sums[o] is None else ptx.fma(m[j][0], q[i][c], sums[o])
-                    sums[o] = ptx.mul(ptx.fma(m[j][1], k[i][c], x), self.a[2 * i + c])
-        k = self.k_hats()
-        for j in range(TOKENS - 1):
-            for c in range(2):
-                o = 2 * j + c
-                self.kc[o] = self.kc[o] + sums[o]
-                self.dg[o] = self.dg[o] - k[j][c] * sums[o]
+                o = 2 * i + c
+                if i < TOKENS - 1:
+                    self.kc[o] = self.kc[o] + sums[o]
+                    self.dg[o] = self.dg[o] - k[c] * sums[o]
+                dots[i] = k[c] * self.kc[o] if c == 0 else ptx.fma(k[c], self.kc[o], dots[i])
+            if i > 0:
+                q, m = self.hat(self.q[i], q_scale[i % 4]), self.pairs(i, i)
+                for c in range(2):
+                    beta_k = ptx.mul(beta[i % 4], k[c])
+                    for j in range(i):
+                        o = 2 * j + c
+                        x = ptx.mul(m[j][0], q[c]) if sums[o] is None else ptx.fma(m[j][0], q[c], sums[o])
+                        sums[o] = ptx.mul(ptx.fma(m[j][1], beta_k, x), self.a[2 * i + c])
+        if self.normalises:
+            self.store_row_sum(Table.DOT_K, dots)
 
     @property
     def normalises(self):
@@ -491,13 +465,8 @@ class Columns:
 
     # ---- sums that other warps need
     def share_sums(self):
-        """Sums of dG and e over the band, to the warp's patch; dk . k."""
-        if self.normalises:
-            k = self.k_hats()
-            self.store_row_sum(
-                Table.DOT_K,
-                [ptx.fma(k[i][1], self.kc[2 * i + 1], k[i][0] * self.kc[2 * i]) for i in range(TOKENS)],
-            )
+        """e into registers; sums of dG and e over the band, to the warp's patch."""
+        self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
         cute.arch.sync_warp()  # the patch has been read
         self.others = []
         for which, values in ((Sums.D_G, self.dg), (Sums.E, self.e)):
