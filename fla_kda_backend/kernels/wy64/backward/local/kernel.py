@@ -164,6 +164,7 @@ class LocalGradients:
                 for i in cutlass.range_constexpr(len(Full)):
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
             cute.arch.mbarrier_init_fence()
+            ptx.sts_b32(memory.table(Table.ZERO), Int32(0))
             block, _, _ = cute.arch.block_idx()
             self.loads.find(args, memory, n, block)
             cute.arch.sync_warp()

@@ -54,6 +54,7 @@ class Table(IntEnum):
     """Offsets in TABLES; fp32."""
 
     MBARRIERS = 0
+    ZERO = 56  # a 0 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
     BAND = 256  # [4 bands][128]: decay of the whole band
     C0 = BAND + 2048  # [4 parts][128]: S . dS' over 32 values each
