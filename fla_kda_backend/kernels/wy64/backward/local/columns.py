@@ -92,13 +92,25 @@ class Columns:
         self.level = patch + h * 512 + p * 4
         self.rows_table = base + Place.TABLES + (2 * band + h) * 32
         self.channel_table = base + Place.TABLES + quarter * 128 + p * 8
+        warp = quarter * BANDS + band
+        self.words = base + Place.V_NEW + warp * 1024 + lane * 16
+        self.words_of_q = base + Place.T + warp * 512 + lane * 16
         self.diagonal = base + Place.V + Part.DIAGONAL + band * DIAGONAL + h * (8 * DIAGONAL_PITCH + 64)
 
-    def fresh(self):
-        """Make everything again from here on that is computed from coordinates, q and k, rather than have ptxas keep it in
-        registers: it does not know that `zero` is 0."""
-        self.place()
-        self.q, self.k = [x ^ self.zero for x in self.q], [x ^ self.zero for x in self.k]
+    def park_words(self):
+        """q and k to the places of V' and T: registers are short. Four words of q stay."""
+        ptx.sts_v4_b32(self.words, self.k[:4])
+        ptx.sts_v4_b32(self.words + 512, self.k[4:])
+        ptx.sts_v4_b32(self.words_of_q, self.q[:4])
+        self.q_rest = self.q[4:]
+
+    def four_words(self, i):
+        """q and k of tokens i to i + 3."""
+        q = ptx.lds_v4_b32(self.words_of_q) if i == 0 else self.q_rest
+        return q, ptx.lds_v4_b32(self.words + i * 128)
+
+    def fetch_words(self):
+        self.q, self.k = ([x for four in words for x in four] for words in zip(*(self.four_words(i) for i in (0, 4))))
 
     def first_decay(self, c, i):
         """a of token i, of which running products start anew."""
@@ -419,8 +431,9 @@ class Columns:
         for i in range(TOKENS):
             if i % 4 == 0:
                 q_scale, k_scale, beta = self.four(Table.RSTD, i), self.four(K_RSTD, i), self.four(Table.BETA, i)
+                q_words, k_words = self.four_words(i)
             m = self.pairs(i, i + 1)
-            q, k = self.hat(self.q[i], q_scale[i % 4]), self.hat(self.k[i], k_scale[i % 4])
+            q, k = self.hat(q_words[i % 4], q_scale[i % 4]), self.hat(k_words[i % 4], k_scale[i % 4])
             dq, kr = self.pair(i, Place.S), self.pair(i, Place.X)
             k_sum = q_sum = None
             for c in range(2):
@@ -454,7 +467,8 @@ class Columns:
         for i in range(TOKENS - 1, -1, -1):
             if i % 4 == 3:
                 q_scale, k_scale, beta = (self.four(t, i - 3) for t in (Table.RSTD, K_RSTD, Table.BETA))
-            k = self.hat(self.k[i], k_scale[i % 4])
+                q_words, k_words = self.four_words(i - 3)
+            k = self.hat(k_words[i % 4], k_scale[i % 4])
             for c in range(2):
                 o = 2 * i + c
                 if i < TOKENS - 1:
@@ -464,7 +478,7 @@ class Columns:
             if self.normalises:
                 dots.add(dot)
             if i > 0:
-                q, m = self.hat(self.q[i], q_scale[i % 4]), self.pairs(i, i)
+                q, m = self.hat(q_words[i % 4], q_scale[i % 4]), self.pairs(i, i)
                 for c in range(2):
                     beta_k = ptx.mul(beta[i % 4], k[c])
                     for j in range(i):
@@ -489,7 +503,8 @@ class Columns:
 
     # ---- sums that other warps need
     def share_sums(self):
-        """e into registers; sums of dG and e over the band, to the warp's patch."""
+        """q, k, dq and e into registers; sums of dG and e over the band, to the warp's patch."""
+        self.fetch_words()
         self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
         dq = [x for i in range(TOKENS) for x in self.pair(i, Place.S)]
         for i in range(COUNT):
