@@ -106,7 +106,11 @@ class Columns:
 
     def four_words(self, i):
         """q and k of tokens i to i + 3."""
-        q = ptx.lds_v4_b32(self.words_of_q) if i == 0 else self.q_rest
+        if i == 0:
+            q = ptx.lds_v4_b32(self.words_of_q)
+        else:
+            zero = _lds_volatile_b32(self.memory.table(Table.ZERO))
+            q = [x ^ zero for x in self.q_rest]
         return q, ptx.lds_v4_b32(self.words + i * 128)
 
     def fetch_words(self):
@@ -277,25 +281,13 @@ class Columns:
                     self.dg[2 * i + c] = x if target is self.z else self.dg[2 * i + c] + x
 
     # ---- after the products
-    def start_rows(self):
-        """dq = Y8_q, like kr to be multiplied by P."""
+    def start_columns(self):
+        """kc = Y8_c, to be multiplied by N; Z = Y8_q."""
+        first = ptx.less_f32(self.h, 1, -1.0, 0.0)
         second = ptx.less_f32(self.h, 1, 0.0, 1.0)
         for i in range(COUNT):
-            self.dq[i] = ptx.mul(second, self.z[i])
-
-    def finish_rows(self):
-        """dq and kr but for what is inside the halves, to the places of S and X."""
-        p = [Float32(1.0)] * 2
-        for i in range(TOKENS):
-            p = [self.first_decay(c, i) if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
-            for values, place in ((self.dq, Place.S), (self.kr, Place.X)):
-                self.keep(i, *(ptx.mul(p[c], values[2 * i + c]) for c in range(2)), place)
-
-    def start_columns(self):
-        """kc = Y8_c, to be multiplied by N."""
-        first = ptx.less_f32(self.h, 1, -1.0, 0.0)
-        for i in range(COUNT):
             self.kc[i] = ptx.mul(first, self.z[i])
+            self.z[i] = ptx.mul(second, self.z[i])
 
     def finish_columns(self):
         """kc with dKe, but for what is inside the halves; e to the place of dS'."""
@@ -350,25 +342,30 @@ class Columns:
             self._add_band_before(y, part, c, f)
 
     @cute.jit
-    def add_rows_between(self, target, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
-        """Y = Y_q or Y_k, with the product with the state in `place`: target += lo (factor before product + Y); dG."""
+    def add_rows_between(self, level, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
+        """dq or kr but for what is inside the halves: P (level + lo (factor before product + Y)), Y = Y_q or Y_k, in the place of
+        the product with the state; dG."""
         factors = [factor * self.before[c] for c in range(2)]
         if self.coord.band > 0:
             y = cute.make_rmem_tensor(COUNT, Float32)
             self.sum_over_bands_before(y, part)
             self.put(y)
-            self._add_y(target, image, place, factors, True)
+            self._add_y(level, image, place, factors, True)
         else:
-            self._add_y(target, image, place, factors, False)
+            self._add_y(level, image, place, factors, False)
 
-    def _add_y(self, target, image, place, factors, between):
+    def _add_y(self, level, image, place, factors, between):
+        p = None
         for i in range(TOKENS):
             x, operand = self.pair(i, place), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(image)))
             y = self.pair(i) if between else None
+            p = [self.first_decay(c, i) if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
+            found = []
             for c in range(2):
                 u = ptx.fma(factors[c], x[c], y[c]) if between else factors[c] * x[c]
-                target[2 * i + c] = ptx.fma(self.lo[c], u, target[2 * i + c])
+                found.append(ptx.mul(p[c], ptx.fma(self.lo[c], u, level[2 * i + c])))
                 self.dg[2 * i + c] = ptx.fma(operand[c], u, self.dg[2 * i + c])
+            self.keep(i, *found, place)
 
     def _columns_of(self, y, b):
         """y = Y_c(b)."""
