@@ -554,10 +554,10 @@ class Columns:
         coord = self.coord
         run, prefix = [], []
         decay = [self.band_decay(b) for b in range(BANDS)]
-        c0 = [ptx.lds_v2_f32(self.channel_table + Table.C0 + part * 512) for part in range(4)]
+        c0 = [ptx.lds_v2_f32(self.channel_table + Table.C0 + part * 512) for part in range(2)]
         for c in range(2):
             whole = ptx.mul(ptx.mul(decay[0][c], decay[1][c]), ptx.mul(decay[2][c], decay[3][c]))
-            run.append(whole * ((c0[0][c] + c0[1][c]) + (c0[2][c] + c0[3][c])) * self.s_x)
+            run.append(whole * (c0[0][c] + c0[1][c]) * self.s_x)
             prefix.append(ptx.less_f32(self.h, 1, 0.0, self.others[1][c]))
             run[c] = run[c] + ptx.less_f32(self.h, 1, self.others[0][c], 0.0)
         at = self.base + Place.PATCHES + coord.quarter * (BANDS * PATCH) + self.p * 8
@@ -577,21 +577,24 @@ class Columns:
                 prefix[i % 2] = prefix[i % 2] + self.e[i]
         self.mask(self.dg, 0.0)
         gradients = [GRADIENTS[self.variant.gate](bias[c], a_log, self.args.gate_scale) for c in range(2)]
-        sums = [[Float32(0.0)] * 2, [Float32(0.0)] * 2]
+        bias_sums, a_log_sums = [Float32(0.0)] * 2, [Float32(0.0)] * 2
         d = []
         for i in range(COUNT):
-            x, y = gradients[i % 2](g[i // 2][i % 2], self.dg[i])
+            c = i % 2
+            x, factors = gradients[c](g[i // 2][c], self.dg[i])
             d.append(x)
-            for which, z in enumerate((x, y)):
-                sums[which][i % 2] = sums[which][i % 2] + z
+            bias_sums[c] = bias_sums[c] + x
+            a_log_sums[c] = ptx.fma(*factors, a_log_sums[c])
         self.store_if_wanted(self.args.dg, d, self.variant.gate_dtype, token, head)
-        for which, place, wanted in (
-            (0, Sums.BIAS, self.variant.dt_bias is not None),
-            (1, Sums.A_LOG, self.variant.a_log is not None),
-        ):
-            if wanted:
-                total = [x + self.other(x) for x in sums[which]]
-                ptx.sts_v2_f32(self.patch + self.p * 8 + int(place), *total)
+        if self.variant.a_log is not None:
+            sums = [gradients[c].a_log_sum(a_log_sums[c], bias_sums[c]) for c in range(2)]
+            self.share_sum(Sums.A_LOG, sums)
+        if self.variant.dt_bias is not None:
+            self.share_sum(Sums.BIAS, bias_sums)
+
+    def share_sum(self, place, sums):
+        """Sums over the band, to the warp's patch."""
+        ptx.sts_v2_f32(self.patch + self.p * 8 + int(place), *(x + self.other(x) for x in sums))
 
     @cute.jit
     def store_if_wanted(self, out, values, dtype: cutlass.Constexpr, token, head):
