@@ -276,9 +276,10 @@ class LocalGradients:
         columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
+        slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
         cute.arch.sync_threads()
         # step 5
-        self.store_sums(args, memory, coord, n)
+        self.store_sums(args, memory, coord, slot, head)
         if const_expr(self.loads.wide_gate):
             ptx.fence_proxy_async()
             cute.arch.sync_threads()
@@ -333,9 +334,9 @@ class LocalGradients:
             store_one(at, BETA_GRADIENTS[self.variant.beta](d, beta), dtype, tid, rows)
 
     @cute.jit
-    def store_sums(self, args, memory, coord, n):
+    def store_sums(self, args, memory, coord, slot, head):
         """The chunk's sums for dt_bias, by threads 0 to 127, and for A_log, by threads 128 to 255."""
-        row = (Int64(args.slot_begin + memory.info(n, Info.SLOT)) * args.heads + memory.info(n, Info.HEAD)) * (HEAD_DIM * 4)
+        row = (Int64(args.slot_begin + slot) * args.heads + head) * (HEAD_DIM * 4)
         for which, (out, sums, parameter) in enumerate(
             ((args.d_bias_sums, Sums.BIAS, self.variant.dt_bias), (args.d_a_log_sums, Sums.A_LOG, self.variant.a_log))
         ):
