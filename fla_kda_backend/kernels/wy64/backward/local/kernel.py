@@ -10,51 +10,56 @@ behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normali
     dA    = s dO V'^T, j <= i                             WGMMA
     dM    = -s_x X V'^T, j < i
     dQ_   = dO S^T      X_w = -X S^T      dKe = V' dS'^T  WGMMA
-    C0    = row sums of S * dS'                           CUDA cores
+    C0    = row sums of S * dS'                           mma.sync
     q_row = bf16(q^ r)     k_row = bf16(beta k^ r)     k_next = bf16(k^ n)     kcol(b) = bf16(k_next between)
     between bands (mma.sync; dA, dM in bf16):
     Y_q   = sum over c < b of dA[b,c] kcol(b)[c]          Y_k = the same of dM
     Y_c(b') = dA[b',b]^T q_row[b'] + dM[b',b]^T k_row[b'] for each b' > b
-    inside a band, fp32, f = 2^(G_i - G_j), pairs j < i:
+    between the halves of a band, of 8 tokens each (mma.sync; dA in two bf16 terms, dM in one), P, N as r, n within the half:
+    q8 = bf16(q^ P), k8 = bf16(beta k^ P) of the second half, kcol8 = bf16(k^ N) of the first one
+    Y8_q  = dA kcol8       Y8_k = dM kcol8                in the second half
+    Y8_c  = dA^T q8 + dM^T k8                             in the first half
+    inside a half, fp32, f = 2^(G_i - G_j), pairs j < i:
     dq_i += dA_ij f k_j      kr_i += dM_ij f k_j      kc_j += f (dA_ij q_i + dM_ij beta_i k_i)
-    and so
-    dq    = r (before s dQ_ + Y_q) + inside + dA_ii k_i
-    kr    = r (before s_x X_w + Y_k) + inside
-    kc    = n (sum over b' of between Y_c(b') + behind s_x dKe) + inside
+    and so, with lo the decay of the band's tokens before the half (r = P lo), hi of those behind it (n = N hi),
+    U_q   = before s dQ_ + Y_q                            U_k = before s_x X_w + Y_k
+    dq    = P (lo U_q + Y8_q) + inside + dA_ii k_i
+    kr    = P (lo U_k + Y8_k) + inside
+    kc    = N (hi (sum over b' of between Y_c(b') + behind s_x dKe) + Y8_c) + inside
     dk    = beta kr + kc + dA_ii q_i
     dbeta = s_x X . v + k . kr
-    dG    = q r before s dQ_ + beta k r before s_x X_w + q_row Y_q + k_row Y_k - sum over b' of kcol(b') Y_c(b')
+    dG    = q_row U_q + k_row U_k - sum over b' of kcol(b') Y_c(b') + q8 Y8_q + k8 Y8_k - kcol8 Y8_c
             + inside: q dq + beta k kr - k kc             without the diagonal
-    e     = k n behind s_x dKe
+    e     = k_next behind s_x dKe
     d_i   = sum over j >= i of dG_j + D C0 s_x + sum over j < i of e_j      the gradient of the natural log decay
     then the gradients of the gate, of beta's form and of the normalisation (gates.py, columns.py)
 
-Products between bands enter dG with the very operands that were multiplied, so that the sum of row terms equals that of column
-terms to fp32: each pair of tokens both at or after i has to vanish from d_i. Decays are running products of factors at most 1.
+Products between bands and halves enter dG with the very operands that were multiplied, so that the sum of row terms equals that
+of column terms to fp32: each pair of tokens both at or after i has to vanish from d_i. Decays are running products of factors at
+most 1.
 
 Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are zero there.
 
-Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of the
-band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per SM
-works through the pairs block, block + blocks, ...; the last slots go first. Beside the chains (../launch.py) it takes one pair
-after the other, in the order in which they get ready, and loads what the chains leave of it once they have been there.
+Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of
+the band, columns of the quarter, tensors.py) and as columns (a lane: two channels and half of the band's tokens, columns.py).
+One CTA per SM works through the pairs block, block + blocks, ...; the last slots go first. Beside the chains (../launch.py) it
+takes one pair after the other, in the order in which they get ready, and loads what the chains leave of it once they have been
+there.
 
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
     step   warpgroups 0, 1                    2, 3
-    1      X over dV', dv, X . v              1 / norms; beta; zero dO past the end; find the next pair
+    1      X over dV', dv, X . v              1 / norms; beta; zero dO, q, k past the end; find the next pair
     ------------------------------------------------------------------------------------------------------
-    2      dA, dM; a, q, k into registers; images over q, k, g; C0
+    2      dA, dM; dQ_, X_w, dKe into registers; C0; a; images over q, k, g
     ------------------------------------------------------------------------------------------------------
-    3      dQ_, X_w; products between bands
-    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO
-    4      inside the bands; dKe; sums
-    ------------------------------------------------------------------------------------------------------   q, k, g, v, dS', V'
-    5      dq, dk, dg, dbeta
+    3      dQ_ over S, X_w over X and dO, dKe over dS', words of q and k over T and V'; all gradients; sums
+    ------------------------------------------------------------------------------------------------------   all, but g in fp32
+    4      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
-    6      sums for dt_bias and A_log
+    5      sums for dt_bias and A_log
 
-Where g is fp32 it lies in the patches and comes after step 6. Step 5 reads g once more, from global memory.
+Where g is fp32 it lies in the patches and comes after step 5. Step 4 reads g once more, from global memory.
 """
 
 import cutlass
@@ -68,12 +73,14 @@ from fla_kda_backend.kernels.wy64.backward.local.columns import Columns
 from fla_kda_backend.kernels.wy64.backward.local.gates import BETA_GRADIENTS
 from fla_kda_backend.kernels.wy64.backward.local.loads import Loads, LocalArguments
 from fla_kda_backend.kernels.wy64.backward.local.memory import (
+    PATCH,
     SMEM_BYTES,
     THREADS,
     Coord,
     Full,
     Info,
     Memory,
+    Part,
     Place,
     Sums,
     Table,
@@ -81,7 +88,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
 from fla_kda_backend.kernels.wy64.backward.local.stores import clear_rows, store_one
 from fla_kda_backend.kernels.wy64.backward.local.tensors import Tensors
 from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
-from fla_kda_backend.kernels.wy64.record import CHUNK, HEAD_DIM
+from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK, HEAD_DIM
 
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -164,23 +171,19 @@ class LocalGradients:
                 for i in cutlass.range_constexpr(len(Full)):
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
             cute.arch.mbarrier_init_fence()
-            ptx.sts_f32(memory.table(Table.ONE), Float32(1.0))
+            ptx.sts_b32(memory.table(Table.ZERO), Int32(0))
             if const_expr(self.schedule.beside):
                 self.loads.find_beside(args, memory, n)
-                self.loads.load_rows(args, memory, n)
-                self.loads.load_gate(args, memory, n)
-                self.loads.wait_for_chains(args, memory, n)
-                ptx.fence_proxy_async_global()
-                self.loads.load_early(args, memory, n)
-                self.loads.load_late(args, memory, n)
             else:
                 block, _, _ = cute.arch.block_idx()
                 self.loads.find(args, memory, n, block)
                 cute.arch.sync_warp()
-                self.loads.load_early(args, memory, n)
-                self.loads.load_rows(args, memory, n)
-                self.loads.load_late(args, memory, n)
-                self.loads.load_gate(args, memory, n)
+            self.loads.load_rows(args, memory, n)
+            self.loads.load_gate(args, memory, n)
+            if const_expr(self.schedule.beside):
+                self.loads.wait_for_chains(args, memory, n)
+                ptx.fence_proxy_async_global()
+            self.loads.load_records(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
             self.clear_outside(args, coord.tid)
         cute.arch.sync_threads()
@@ -229,76 +232,64 @@ class LocalGradients:
         ptx.fence_proxy_async()  # X and zeros of dO before the products
         cute.arch.sync_threads()
         # step 2
-        coord = tensors.coord = Coord.read()
         cute.arch.mbarrier_wait(full(Full.LATE), parity)
         cute.arch.mbarrier_wait(full(Full.ROWS), parity)
         cute.arch.mbarrier_wait(full(Full.GATE), parity)
-        acc, flat = tensors.accumulator()
-        tensors.start_d_a_or_d_m(acc)
-        a_log, bias = self.loads.parameters(args, head, coord.channel)
-        columns = Columns(self.variant, self.schedule, self.loads, args, memory, coord, rows, s_x)
+        blocks, _ = tensors.accumulator()
+        tensors.start_d_a_or_d_m(blocks)
+        columns = Columns(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
+        a_log, bias = self.loads.parameters(args, head, columns.coord.quarter * 32 + 2 * columns.p)
         columns.load(args.gate_scale, a_log, bias)
+        columns.find_decays()
+        warpgroup.wait_group(0)
+        tensors.store_blocks(blocks, args.scale, s_x)
+        (acc_q, d_q), (acc_x, x_s), (acc_k, d_k_end) = (tensors.accumulator() for _ in range(3))
+        tensors.start_d_q(acc_q)
+        tensors.start_x_s(acc_x)
+        columns.write_row_images()
+        tensors.start_d_k_end(acc_k)
+        columns.write_next_image()
         tensors.sum_s_ds()
         warpgroup.wait_group(0)
-        tensors.store_blocks(acc, args.scale, s_x)
-        columns.write_images()
         cute.arch.sync_threads()
         # step 3
+        columns.place()
+        columns.park_words()
+        columns.put(d_q, Place.S)
+        columns.put(x_s, Place.X)
+        columns.put(d_k_end, Place.DS)
         columns.find_band_decays()
-        columns.fresh()
+        columns.add_level()
+        columns.place()
+        columns.add_rows_between(columns.kr, int(Part.D_M), int(Place.K), int(Place.X), Float32(0.0) - s_x)
+        columns.start_columns()
+        columns.add_rows_between(columns.z, int(Part.D_A), int(Place.Q), int(Place.S), args.scale)
+        columns.place()
         columns.add_columns_between()
-        columns.add_y_q()
-        acc, flat = tensors.accumulator()
-        tensors.start_d_q(acc)
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        columns.fresh()
-        columns.add_d_q()
-        columns.add_y_k()
-        acc, flat = tensors.accumulator()
-        tensors.start_x_s(acc)
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        columns.fresh()
-        columns.add_x_w()
-        ptx.fence_proxy_async()  # what was read and written of them before the next chunk's copies
-        cute.arch.sync_threads()
-        if columns.coord.warp == 0:
-            self.loads.load_early_if_ready(args, memory, n + 1)
-        # step 4
-        columns.fresh()
-        columns.add_in_band()
-        columns.fresh()
-        acc, flat = tensors.accumulator()
-        tensors.start_d_k_end(acc)
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        columns.add_d_k_end()
-        columns.fresh()
+        columns.finish_columns()
+        columns.place()
+        columns.add_rows_inside()
+        columns.add_columns_inside()
         columns.share_sums()
-        columns.fresh()
-        ptx.fence_proxy_async()
+        columns.place()
+        ptx.fence_proxy_async()  # what was read and written of shared memory before the next chunk's copies
         cute.arch.sync_threads()
         if columns.coord.warp == 0:
+            self.loads.load_records_if_ready(args, memory, n + 1)
             self.loads.load_rows(args, memory, n + 1)
             if const_expr(not self.loads.wide_gate):
                 self.loads.load_gate(args, memory, n + 1)
-            self.loads.load_late_if_ready(args, memory, n + 1)
-        # step 5: what would have taken registers since step 1 is read again
-        head, token, columns.rows = (memory.info(n, field) for field in (Info.HEAD, Info.TOKEN, Info.ROWS))
-        rows = columns.rows
-        columns.fresh()
+        # step 4
         coord = columns.coord
-        a_log, bias = self.loads.parameters(args, head, coord.channel)
-        g = self.loads.g_again(args, coord, token, rows, head)
+        channel = coord.quarter * 32 + 2 * columns.p
+        g = self.loads.g_again(args, token, 16 * coord.band + 8 * columns.h, channel, rows, head)
+        a_log, bias = self.loads.parameters(args, head, channel)
         columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
-        slot = memory.info(n, Info.SLOT)  # read here: warp 15 may write the Info of pair n + 2 while others are in step 6
-        if const_expr(self.loads.wide_gate):
-            ptx.fence_proxy_async()
+        slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
         cute.arch.sync_threads()
-        # step 6
+        # step 5
         self.store_sums(args, memory, coord, slot, head)
         if const_expr(self.loads.wide_gate):
             ptx.fence_proxy_async()
@@ -327,6 +318,11 @@ class LocalGradients:
         if tid < CHUNK:
             ptx.sts_f32(memory.table(Table.BETA) + tid * 4, self.loads.beta(args, token, tid, rows, head))
         cute.arch.mbarrier_wait(full_rows, parity)
+        if rows < CHUNK:
+            for i in cutlass.range_constexpr(8):
+                piece = tid + 256 * i  # of 2048, of q and k
+                if ((piece >> 3) & 63) >= rows:
+                    ptx.sts_v4_b32(memory.base + Place.Q + piece * 16, [Int32(0)] * 4)
         if const_expr(self.variant.l2norm):
             row, quad = tid >> 2, coord.quad
             for place, table in ((Place.Q, Table.RSTD), (Place.K, Table.RSTD + 256)):
@@ -364,8 +360,8 @@ class LocalGradients:
             if const_expr(parameter is not None):
                 channel = coord.tid - HEAD_DIM * which
                 if out != 0 and channel >= 0 and channel < HEAD_DIM:
-                    at = memory.base + Place.PATCHES + sums + channel * 4
-                    x = [ptx.lds_f32(at + 512 * b) for b in range(4)]
+                    at = memory.base + Place.PATCHES + sums + (channel >> 5) * (BANDS * PATCH) + (channel & 31) * 4
+                    x = [ptx.lds_f32(at + b * PATCH) for b in range(BANDS)]
                     ptx.stg_f32(out + row + Int64(channel * 4), (x[0] + x[1]) + (x[2] + x[3]))
 
 

@@ -177,34 +177,24 @@ class Loads:
         cute.arch.sync_warp()
 
     @cute.jit
-    def load_early_if_ready(self, args, memory, n):
-        """load_early; beside the chains only where they have been there. By warp 0, as what follows."""
+    def load_records_if_ready(self, args, memory, n):
+        """load_records; beside the chains only where they have been there. By warp 0, as what follows."""
         if const_expr(self.beside):
             if memory.info(n, Info.READY) == 0:
                 self.test_chains(args, memory, n)
             if memory.info(n, Info.READY) != 0:
                 ptx.fence_proxy_async_global()
-                self.load_early(args, memory, n)
+                self.load_records(args, memory, n)
         else:
-            self.load_early(args, memory, n)
-
-    @cute.jit
-    def load_late_if_ready(self, args, memory, n):
-        """load_late where load_early_if_ready has loaded."""
-        if const_expr(self.beside):
-            if memory.info(n, Info.READY) != 0:
-                self.load_late(args, memory, n)
-        else:
-            self.load_late(args, memory, n)
+            self.load_records(args, memory, n)
 
     @cute.jit
     def load_if_not_yet(self, args, memory, n):
-        """What those two have left out, once the chains have been there."""
+        """What that has left out, once the chains have been there."""
         if memory.info(n, Info.READY) == 0:
             self.wait_for_chains(args, memory, n)
             ptx.fence_proxy_async_global()
-            self.load_early(args, memory, n)
-            self.load_late(args, memory, n)
+            self.load_records(args, memory, n)
 
     # ---- copies; each by warp 0, for pair n, whose Info is written
     @cute.jit
@@ -261,6 +251,11 @@ class Loads:
                 ptx.bulk_load_once(memory.base + Place.DS, record + int(Place.DS), Int32(size), full.toint())
             self.rows(args, memory, n, args.v_map, args.coordinates, Tensor.V, Place.V, head, full)
 
+    def load_records(self, args, memory, n):
+        """The local record, dO and v."""
+        self.load_early(args, memory, n)
+        self.load_late(args, memory, n)
+
     @cute.jit
     def load_gate(self, args, memory, n):
         """g."""
@@ -279,36 +274,28 @@ class Loads:
         return ptx.less_f32(row, rows, self.beta_form(x), 0.0)
 
     def parameters(self, args, head, channel):
-        """A_log of the head and dt_bias of the channel, 0 where there is none."""
-        a_log, bias = Float32(0.0), Float32(0.0)
+        """A_log of the head and dt_bias of two channels, 0 where there is none."""
+        a_log, bias = Float32(0.0), [Float32(0.0)] * 2
         if self.variant.a_log is not None:
             a_log = read(args.a_log, Int64(head), self.variant.a_log)
         if self.variant.dt_bias is not None:
-            bias = read(args.dt_bias, Int64(head) * HEAD_DIM + Int64(channel), self.variant.dt_bias)
+            at = Int64(head) * HEAD_DIM + Int64(channel)
+            bias = [read(args.dt_bias, at + c, self.variant.dt_bias) for c in range(2)]
         return a_log, bias
 
-    def g_column(self, args, memory, coord):
-        """g of the lane's channel and the 16 tokens of its band, from shared memory."""
-        if self.wide_gate:
-            at = memory.base + Place.PATCHES + coord.quarter * 8192 + coord.band * 2048 + coord.lane * 4
-            return [ptx.lds_f32((at ^ ((i & 7) << 4)) + i * 128) for i in range(16)]
-        at = memory.base + Place.K_NEXT + column_offset(coord)
-        return [ptx.as_f32(ptx.lds_b16((at ^ ((i & 7) << 4)) + i * 128) << 16) for i in range(16)]
-
-    def g_again(self, args, coord, token, rows, head):
-        """The same from global memory; past the end that of the last row."""
-        dtype = self.variant.gate_dtype
-        at = Int64(head) * args.g_head + Int64(coord.channel)
-        values = []
-        for i in range(16):
-            row = 16 * coord.band + i
-            row = ptx.less_b32(row, rows, row, rows - 1)
-            values.append(read(args.g, at + Int64(token + row) * args.g_token, dtype))
-        return values
+    def g_again(self, args, token, row, channel, rows, head):
+        """g of 8 rows from `row` on and two channels, from global memory; past the end that of the last row."""
+        size = ELEMENT_BYTES[self.variant.gate_dtype]
+        at = args.g + (Int64(token) * args.g_token + Int64(head) * args.g_head + Int64(channel)) * size
+        pitch = Int32(args.g_token) * size
+        pairs = []
+        for i in range(8):
+            from_row = _row_address(pitch, cutlass.min(row + i, rows - 1), at)
+            if self.variant.gate_dtype == "fp32":
+                pairs.append(tuple(ptx.as_f32(x) for x in ptx.ldg_nc_v2_b32(from_row)))
+            else:
+                pairs.append(ptx.unpack_bf16x2(ptx.ldg_nc_b32(from_row)))
+        return pairs
 
 
-def column_offset(coord):
-    """Offset, in a bf16 image of 64 rows x 128 channels, of the lane's channel in row 0 of its band. That of row i is this one
-    with its bits 4 to 6 flipped as in i % 8, plus 128 i."""
-    piece = 4 * (coord.quarter & 1) + (coord.lane >> 3)
-    return (coord.quarter >> 1) * 8192 + coord.band * 2048 + (piece << 4) + (coord.lane & 7) * 2
+_row_address = ptx.pure("mad.wide.s32 $0, $1, $2, $3;", "rrl -> l", "address + row * pitch.")

@@ -39,7 +39,7 @@ class Place(IntEnum):
     K = Q + TILE_BYTES  # then k_row
     K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
     V = K_NEXT + TILE_BYTES  # then dA and dM
-    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last SUMS
+    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last Sums
     TABLES = PATCHES + 2 * TILE_BYTES
 
 
@@ -55,13 +55,11 @@ class Table(IntEnum):
     """Offsets in TABLES; fp32."""
 
     MBARRIERS = 0
-    ONE = 56  # a 1 that ptxas does not know of
+    ZERO = 56  # a 0 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
     BAND = 256  # [4 bands][128]: decay of the whole band
-    D_G = BAND  # later: sums of dG over the band
-    C0 = BAND + 2048  # [4 parts][128]: S . dS' over 32 values each
-    E = C0  # later: sums of e over the band
-    RSTD = C0 + 2048  # [q, k][64]
+    C0 = BAND + 2048  # [2 value halves][128]: S . dS'
+    RSTD = C0 + 1024  # [q, k][64]
     BETA = RSTD + 512  # [64]
     DOT_Q = BETA + 256  # [4 quarters][64]: dq . q
     DOT_K = DOT_Q + 1024  # dk . k
@@ -71,10 +69,12 @@ class Table(IntEnum):
 
 
 class Sums(IntEnum):
-    """Offsets in PATCHES at the end of a chunk; fp32 [4 bands][128]."""
+    """Offsets in a warp's patch at the end of a chunk; fp32 [32 channels], sums over the band's tokens."""
 
-    BIAS = 0
-    A_LOG = 2048
+    D_G = 0
+    E = 128
+    BIAS = 256
+    A_LOG = 384
 
 
 class Info(IntEnum):
@@ -148,8 +148,3 @@ class Coord:
     @property
     def quad(self):
         return self.lane & 3
-
-    @property
-    def channel(self):
-        """The lane's, in the column layout."""
-        return self.quarter * 32 + self.lane

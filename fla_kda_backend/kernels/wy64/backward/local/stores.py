@@ -11,6 +11,11 @@ _stg_b16 = ptx.ordered(
     _IF.format("$2", "$3", "cvt.u16.u32 h, $1; @p st.global.b16 [$0], h;"), "lrrr ->", "Store 2 bytes where row < rows."
 )
 _stg_f32 = ptx.ordered(_IF.format("$2", "$3", "@p st.global.f32 [$0], $1;"), "lfrr ->", "Store an fp32 where row < rows.")
+_stg_b32 = ptx.ordered(_IF.format("$2", "$3", "@p st.global.b32 [$0], $1;"), "lrrr ->", "Store 4 bytes where row < rows.")
+_stg_v2_f32 = ptx.ordered(
+    _IF.format("$3", "$4", "@p st.global.v2.f32 [$0], {$1, $2};"), "lffrr ->", "Store two fp32 where row < rows."
+)
+_row_address = ptx.pure("mad.wide.s32 $0, $1, $2, $3;", "rrl -> l", "address + row * pitch.")
 stg_v4_below = ptx.ordered(
     _IF.format("$5", "$6", "@p st.global.v4.b32 [$0], {$1, $2, $3, $4};"), "lrrrrrr ->", "Store 16 bytes where row < rows."
 )
@@ -24,19 +29,14 @@ def store_one(address, x, dtype, row, rows):
         _stg_b16(address, ptx.pack_bf16x2(x, x), row, rows)
 
 
-def store_column(address, pitch, values, dtype, rows):
-    """Values of successive tokens of a channel; pitch: bytes from a token to the next one."""
-    for i in range(0, len(values), 2):
+def store_pairs(address, pitch, values, dtype, rows):
+    """Values [token][2 channels] of successive tokens; pitch: bytes from a token to the next one."""
+    for i in range(len(values) // 2):
+        at, pair = _row_address(pitch, i, address), values[2 * i : 2 * i + 2]
         if dtype == "fp32":
-            for e in range(2):
-                _stg_f32(address, values[i + e], Int32(i + e), rows)
-                address = address + pitch
+            _stg_v2_f32(at, *pair, Int32(i), rows)
         else:
-            word = ptx.pack_bf16x2(values[i], values[i + 1])
-            _stg_b16(address, word, Int32(i), rows)
-            address = address + pitch
-            _stg_b16(address, word >> 16, Int32(i + 1), rows)
-            address = address + pitch
+            _stg_b32(at, ptx.pack_bf16x2(*pair), Int32(i), rows)
 
 
 @cute.jit
