@@ -1,7 +1,8 @@
 """The column phase: everything with decays. A lane owns two channels and half of the tokens of its warp's band.
 
 Lane 16 h + p holds tokens 8 h to 8 h + 7 of the band and channels 2 p, 2 p + 1 of the quarter: 16 values, [token][channel].
-Bf16 images are read and written in words of such pairs. Accumulators come to this layout through patches of shared memory (`put`).
+Bf16 images are read and written in words of such pairs. Accumulators come to this layout through patches of shared memory
+(`put`).
 
 All decays are running products of a_i = 2^y_i over tokens on one side of what they join: P = a_0 .. a_i within the half, N =
 a_(j+1) .. a_7. `lo` is the decay of the band's tokens before the half, `hi` of those behind it. Nothing is divided.
