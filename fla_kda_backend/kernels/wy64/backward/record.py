@@ -11,8 +11,8 @@ of row r lies at piece p ^ (r & 7).
 
     T       fp16, the diagonal blocks of (I + M)^-1, one per band, transposed: [band][16 columns][16 rows], 32 bytes a column,
             piece p of column c at piece p ^ (c >> 2 & 1)
-    N       -N_bc of the bands c < b, at block b * (b - 1) / 2 + c, 1 KB each: two parts, lead and rest, of [32 lanes][16 bytes],
-            as elimination.py takes them
+    N       -N_bc of the bands c < b, at block b * (b - 1) / 2 + c, 1 KB each: two parts, lead and rest, of [32 lanes][16
+            bytes], as elimination.py takes them
     S       bf16, the state before the chunk: per value half a swizzled image [128 keys][64 values]
     dS      bf16, the gradient of the state after the chunk, the same
     V       bf16, V': per value half a swizzled image [64 tokens][64 values]

@@ -174,8 +174,8 @@ class ChainWarps:
     @cute.jit
     def link(self, c, links, at, ready):
         """Link `c`, counted from the item's last chunk. On entry dS is rounded, `decay` is the chunk's and acc_v holds its
-        A^T dO + K_end dS over keys 0 to 63. `at.image` is for the dV' of the link before; a first link puts half of its dS there,
-        over what is no dV'.
+        A^T dO + K_end dS over keys 0 to 63. `at.image` is for the dV' of the link before; a first link puts half of its dS
+        there, over what is no dV'.
 
         After the last link acc_v and the decay are made of whatever the next stage holds, and not used.
         """

@@ -29,8 +29,8 @@ class Writer:
     def write(self):
         """The images in the order in which they come. One is freed when the next one's copy has begun: two at a time.
 
-        Beside the local gradients, a chunk is counted once its last image, dV', is written. That is asked for five images later,
-        or more, which is time enough for the copies, so that this thread does not wait."""
+        Beside the local gradients, a chunk is counted once its last image, dV', is written. That is asked for five images or
+        more later, which is time enough for the copies, so that this thread does not wait."""
         args = self.args
         image = RingPosition.of_reader(self.shared.image.stages)
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
