@@ -58,7 +58,14 @@ from fla_kda_backend.kernels.ring import RingPosition
 from fla_kda_backend.kernels.wy64.backward.record import LOCAL_BYTES, S_AT, STATE_HALF_BYTES, V_AT, V_HALF_BYTES
 from fla_kda_backend.kernels.wy64.backward.state_links import StateWarps
 from fla_kda_backend.kernels.wy64.backward.state_shared import SMEM_BYTES, StateShared
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, publish_at, publish_rest, ready_address, record
+from fla_kda_backend.kernels.wy64.backward.workspace import (
+    local_record,
+    next_address,
+    publish_at,
+    publish_rest,
+    ready_address,
+    record,
+)
 from fla_kda_backend.kernels.wy64.chain.arguments import Cta
 from fla_kda_backend.kernels.wy64.chain.loaders import ChainLoader, Loader
 from fla_kda_backend.kernels.wy64.chain.shared import QK_BYTES, QKA_BYTES
