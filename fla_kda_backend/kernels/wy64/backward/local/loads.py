@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 from fla_kda_backend.kernels import ptx, sequences
 from fla_kda_backend.kernels.wy64.backward.local.memory import INFO_BYTES, TILE_BYTES, Full, Info, Place, Table
 from fla_kda_backend.kernels.wy64.backward.order import chunk_of_turn
-from fla_kda_backend.kernels.wy64.backward.record import N_BYTES, READY_PARTS, STATE_HALF_BYTES, T_BYTES, V_HALF_BYTES
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, ready_address
+from fla_kda_backend.kernels.wy64.backward.record import N_BYTES, READY_PARTS, STATE_HALF_BYTES, T_BYTES, V_AT, V_HALF_BYTES
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, ready_address, record
 from fla_kda_backend.kernels.wy64.chain.loaders import FIRST_PAUSE, LONGEST_PAUSE
 from fla_kda_backend.kernels.wy64.prepare.gates import BETAS
 from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
@@ -222,9 +222,9 @@ class Loads:
             with cute.arch.elect_one():
                 state, v, tn = 2 * STATE_HALF_BYTES, 2 * V_HALF_BYTES, T_BYTES + N_BYTES
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tn + state + v + TILE_BYTES)
-                record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
-                ptx.bulk_load_once(memory.base, record, Int32(tn + state), full.toint())  # T, N, S lie side by side
-                ptx.bulk_load_once(memory.base + Place.X, record + int(Place.X), Int32(v), full.toint())
+                local = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
+                ptx.bulk_load_once(memory.base, local, Int32(tn + state), full.toint())  # T, N, S lie side by side
+                ptx.bulk_load_once(memory.base + Place.X, local + int(Place.X), Int32(v), full.toint())
             self.rows(args, memory, n, args.d_out_map, args.coordinates, Tensor.V, Place.D_OUT, head, full)
 
     @cute.jit
@@ -245,10 +245,11 @@ class Loads:
             head = memory.info(n, Info.HEAD)
             full = memory.mbarriers + int(Full.LATE)
             with cute.arch.elect_one():
-                size = const_expr(2 * STATE_HALF_BYTES + 2 * V_HALF_BYTES)  # they lie side by side
-                cute.arch.mbarrier_arrive_and_expect_tx(full, size + TILE_BYTES)
-                record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
-                ptx.bulk_load_once(memory.base + Place.DS, record + int(Place.DS), Int32(size), full.toint())
+                state, v = const_expr((2 * STATE_HALF_BYTES, 2 * V_HALF_BYTES))
+                cute.arch.mbarrier_arrive_and_expect_tx(full, state + v + TILE_BYTES)
+                place = args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT)
+                ptx.bulk_load_once(memory.base + Place.DS, local_record(*place) + int(Place.DS), Int32(state), full.toint())
+                ptx.bulk_load_once(memory.base + Place.V_NEW, record(*place) + V_AT, Int32(v), full.toint())
             self.rows(args, memory, n, args.v_map, args.coordinates, Tensor.V, Place.V, head, full)
 
     def load_records(self, args, memory, n):
