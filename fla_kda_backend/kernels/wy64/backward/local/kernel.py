@@ -11,10 +11,11 @@ behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normali
     dM    = -s_x X V'^T, j < i
     dQ_   = dO S^T      X_w = -X S^T      dKe = V' dS'^T  WGMMA
     C0    = row sums of S * dS'                           mma.sync
-    q_row = bf16(q^ r)     k_row = bf16(beta k^ r)     k_next = bf16(k^ n)     kcol(b) = bf16(k_next between)
-    between bands (mma.sync; dA, dM in bf16):
-    Y_q   = sum over c < b of dA[b,c] kcol(b)[c]          Y_k = the same of dM
-    Y_c(b') = dA[b',b]^T q_row[b'] + dM[b',b]^T k_row[b'] for each b' > b
+    q_row = bf16(q^ r)     k_row = bf16(beta k^ r)     k_next = bf16(k^ n)
+    between bands (mma.sync; dA, dM in bf16), by Horner's scheme over the bands, as "between" scales columns of accumulators:
+    U_q   = before s dQ_ + sum over c < b of between dA[b,c] k_next[c]
+    U_k   = before s_x X_w + the same of dM
+    Y_c   = sum over b' > b of between (dA[b',b]^T q_row[b'] + dM[b',b]^T k_row[b'])
     between the halves of a band, of 8 tokens each (mma.sync; dA in two bf16 terms, dM in one), P, N as r, n within the half:
     q8 = bf16(q^ P), k8 = bf16(beta k^ P) of the second half, kcol8 = bf16(k^ N) of the first one
     Y8_q  = dA kcol8       Y8_k = dM kcol8                in the second half
@@ -22,13 +23,12 @@ behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normali
     inside a half, fp32, f = 2^(G_i - G_j), pairs j < i:
     dq_i += dA_ij f k_j      kr_i += dM_ij f k_j      kc_j += f (dA_ij q_i + dM_ij beta_i k_i)
     and so, with lo the decay of the band's tokens before the half (r = P lo), hi of those behind it (n = N hi),
-    U_q   = before s dQ_ + Y_q                            U_k = before s_x X_w + Y_k
     dq    = P (lo U_q + Y8_q) + inside + dA_ii k_i
     kr    = P (lo U_k + Y8_k) + inside
-    kc    = N (hi (sum over b' of between Y_c(b') + behind s_x dKe) + Y8_c) + inside
+    kc    = N (hi (Y_c + behind s_x dKe) + Y8_c) + inside
     dk    = beta kr + kc + dA_ii q_i
     dbeta = s_x X . v + k . kr
-    dG    = q_row U_q + k_row U_k - sum over b' of kcol(b') Y_c(b') + q8 Y8_q + k8 Y8_k - kcol8 Y8_c
+    dG    = q_row U_q + k_row U_k - k_next Y_c + q8 Y8_q + k8 Y8_k - kcol8 Y8_c
             + inside: q dq + beta k kr - k kc             without the diagonal
     e     = k_next behind s_x dKe
     d_i   = sum over j >= i of dG_j + D C0 s_x + sum over j < i of e_j      the gradient of the natural log decay
@@ -53,7 +53,7 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     ------------------------------------------------------------------------------------------------------
     2      dA, dM; dQ_, X_w, dKe into registers; C0; a; images over q, k, g
     ------------------------------------------------------------------------------------------------------
-    3      dQ_ over S, X_w over X and dO, dKe over dS', words of q and k over T and V'; all gradients; sums
+    3      U_q over S, U_k over X and dO, dKe over dS', words of q and k over T and V'; all gradients; sums
     ------------------------------------------------------------------------------------------------------   all, but g in fp32
     4      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
@@ -255,17 +255,18 @@ class LocalGradients:
         # step 3
         columns.place()
         columns.park_words()
+        columns.put(d_k_end, Place.DS)
+        columns.add_bands_before(d_q, x_s, args.scale, Float32(0.0) - s_x)
         columns.put(d_q, Place.S)
         columns.put(x_s, Place.X)
-        columns.put(d_k_end, Place.DS)
-        columns.find_band_decays()
         columns.add_level()
         columns.place()
-        columns.add_rows_between(columns.kr, int(Part.D_M), int(Place.K), int(Place.X), Float32(0.0) - s_x)
+        columns.add_rows_between(columns.kr, int(Place.K), int(Place.X))
         columns.start_columns()
-        columns.add_rows_between(columns.z, int(Part.D_A), int(Place.Q), int(Place.S), args.scale)
+        columns.add_rows_between(columns.z, int(Place.Q), int(Place.S))
         columns.place()
-        columns.add_columns_between()
+        columns.put_bands_behind()
+        columns.find_band_decays()
         columns.finish_columns()
         columns.place()
         columns.add_rows_inside()
