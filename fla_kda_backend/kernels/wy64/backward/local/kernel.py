@@ -49,7 +49,7 @@ there.
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
     step   warpgroups 0, 1                    2, 3
-    1      X over dV', dv, X . v              1 / norms; beta; zero dO, q, k past the end; find the next pair
+    1      X over dV', dv, X . v, beta        1 / norms; zero dO, q, k past the end; find the next pair
     ------------------------------------------------------------------------------------------------------
     2      dA, dM; dQ_, X_w, dKe into registers; C0; a; images over q, k, g
     ------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     ------------------------------------------------------------------------------------------------------
     5      sums for dt_bias and A_log
 
-Where g is fp32 it lies in the patches and comes after step 5. Step 4 reads g once more, from global memory.
+Where g is fp32 it lies in the patches and comes after step 5. g is read once more from global memory for step 4, before the barrier.
 """
 
 import cutlass
@@ -225,10 +225,13 @@ class LocalGradients:
         s_x = Float32(1.0) if self.variant.l2norm else args.scale
         tensors = Tensors(self.loads, memory, coord)
         # step 1
+        row = 16 * coord.band + coord.group
+        raw = [self.loads.raw_beta(args, token, row + 8 * r, rows, head) for r in range(2)]
+        a_log, bias = self.loads.parameters(args, head, coord.quarter * 32 + 2 * (coord.lane & 15))
         cute.arch.mbarrier_wait(full(Full.EARLY), parity)
-        tensors.find_x(args, token, rows, head, s_x, full(Full.LATE), parity)
+        tensors.find_x(args, token, rows, head, raw, s_x, full(Full.LATE), parity)
         if coord.quarter >= 2:
-            self.finish_inputs(args, memory, coord, n, rows, token, head, full(Full.ROWS), parity)
+            self.finish_inputs(args, memory, coord, n, rows, full(Full.ROWS), parity)
         ptx.fence_proxy_async()  # X and zeros of dO before the products
         cute.arch.sync_threads()
         # step 2
@@ -238,7 +241,6 @@ class LocalGradients:
         blocks, _ = tensors.accumulator()
         tensors.start_d_a_or_d_m(blocks)
         columns = Columns(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
-        a_log, bias = self.loads.parameters(args, head, columns.coord.quarter * 32 + 2 * columns.p)
         columns.load(args.gate_scale, a_log, bias)
         columns.find_decays()
         warpgroup.wait_group(0)
@@ -271,6 +273,7 @@ class LocalGradients:
         columns.place()
         columns.add_rows_inside()
         columns.add_columns_inside()
+        g, a_log, bias = self.fetch_gate(args, coord, token, rows, head)  # for step 4
         columns.share_sums()
         columns.place()
         ptx.fence_proxy_async()  # what was read and written of shared memory before the next chunk's copies
@@ -282,11 +285,8 @@ class LocalGradients:
                 self.loads.load_gate(args, memory, n + 1)
         # step 4
         coord = columns.coord
-        channel = coord.quarter * 32 + 2 * columns.p
-        g = self.loads.g_again(args, token, 16 * coord.band + 8 * columns.h, channel, rows, head)
-        a_log, bias = self.loads.parameters(args, head, channel)
         columns.store_q_and_k(token, head)
-        columns.store_gate(g, a_log, bias, token, head)
+        columns.store_gate(self.loads.g_pairs(g), a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
         slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
         cute.arch.sync_threads()
@@ -301,8 +301,14 @@ class LocalGradients:
             if coord.warp == 0:
                 self.loads.load_if_not_yet(args, memory, n + 1)
 
+    def fetch_gate(self, args, coord, token, rows, head):
+        """g, not yet unpacked, and the gate's parameters for a lane's tokens and channels."""
+        channel = coord.quarter * 32 + 2 * (coord.lane & 15)
+        g = self.loads.g_again(args, token, 16 * coord.band + 8 * (coord.lane >> 4), channel, rows, head)
+        return g, *self.loads.parameters(args, head, channel)
+
     @cute.jit
-    def finish_inputs(self, args, memory, coord, n, rows, token, head, full_rows, parity):
+    def finish_inputs(self, args, memory, coord, n, rows, full_rows, parity):
         """Step 1 of warpgroups 2 and 3."""
         if coord.warp == 15:
             if const_expr(self.schedule.beside):
@@ -316,8 +322,6 @@ class LocalGradients:
                 piece = tid + 256 * i  # of 1024: 2 halves of 64 rows of 8 pieces
                 if ((piece >> 3) & 63) >= rows:
                     ptx.sts_v4_b32(memory.base + Place.D_OUT + piece * 16, [Int32(0)] * 4)
-        if tid < CHUNK:
-            ptx.sts_f32(memory.table(Table.BETA) + tid * 4, self.loads.beta(args, token, tid, rows, head))
         cute.arch.mbarrier_wait(full_rows, parity)
         if rows < CHUNK:
             for i in cutlass.range_constexpr(8):

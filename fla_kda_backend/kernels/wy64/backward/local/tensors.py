@@ -124,17 +124,14 @@ class Tensors:
                 words[w, i] = done[i][w]
 
     @cute.jit
-    def find_x(self, args, token, rows, head, s_x, full_v, parity):
-        """X of the warpgroup's value half over dV', dv, and sums of X v; by warpgroups 0 and 1. s_x: factor of X; full_v: its
-        mbarrier is v's."""
+    def find_x(self, args, token, rows, head, raw, s_x, full_v, parity):
+        """X of the warpgroup's value half over dV', dv, sums of X v, the table of beta; by warpgroups 0 and 1. raw: beta as
+        loaded, of rows `group` and group + 8 of the warp's band; s_x: factor of X; full_v: its mbarrier is v's."""
         if self.coord.quarter < 2:
-            row = 16 * self.coord.band + self.coord.group
-            beta = [self.loads.beta(args, token, row + 8 * r, rows, head) for r in range(2)]
-            self._find_x(args, token, rows, head, beta, s_x, full_v, parity)
+            self._find_x(args, token, rows, head, raw, s_x, full_v, parity)
 
     @cute.jit
-    def _find_x(self, args, token, rows, head, beta, s_x, full_v, parity):
-        """beta: of rows `group` and group + 8 of the warp's band."""
+    def _find_x(self, args, token, rows, head, raw, s_x, full_v, parity):
         memory, coord = self.memory, self.coord
         half, band, lane = coord.quarter, coord.band, coord.lane
         t = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), BFloat16)
@@ -158,6 +155,10 @@ class Tensors:
         warpgroup.wait_group(0)
         # all four warps have read dV' of all rows
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        beta = [self.loads.beta(raw[r], 16 * band + coord.group + 8 * r, rows) for r in range(2)]
+        if half == 0 and coord.quad == 0:
+            for r in cutlass.range_constexpr(2):
+                ptx.sts_f32(memory.table(Table.BETA) + (16 * band + coord.group + 8 * r) * 4, beta[r])
         cute.arch.mbarrier_wait(full_v, parity)
         # ldmatrix and stmatrix address of the band's first 16 columns; those of the others with bits 5 and 6 flipped
         at = half * HALF_TILE + (16 * band + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
