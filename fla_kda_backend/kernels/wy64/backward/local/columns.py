@@ -329,7 +329,9 @@ class Columns:
         blocks = self.base + Place.V + (coord.band * (coord.band - 1) >> 1) * BLOCK
         for c in cutlass.range(coord.band, unroll=1):
             self._decay_columns(c, d_q, x_s)
-            d_a, d_m = (ptx.ldmatrix_x4(block_address(blocks + c * BLOCK + int(part), coord.lane)) for part in (Part.D_A, Part.D_M))
+            d_a, d_m = (
+                ptx.ldmatrix_x4(block_address(blocks + c * BLOCK + int(part), coord.lane)) for part in (Part.D_A, Part.D_M)
+            )
             at = self.tile_address(Place.K_NEXT, c)
             for kk in cutlass.range_constexpr(2):
                 words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
@@ -461,10 +463,7 @@ class Columns:
     def share_sums(self):
         """q, k, dq and e into registers; sums of dG and e over the band, to the warp's patch."""
         self.fetch_words()
-        self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
-        dq = [x for i in range(TOKENS) for x in self.pair(i, Place.S)]
-        for i in range(COUNT):
-            self.dq[i] = dq[i]
+        self.fetch_sums()
         cute.arch.sync_warp()  # the patch has been read
         self.others = []
         for which, values in ((Sums.D_G, self.dg), (Sums.E, self.e)):
@@ -477,6 +476,13 @@ class Columns:
             others = [self.other(x) for x in totals]
             ptx.sts_v2_f32(self.patch + self.p * 8 + int(which), *(x + y for x, y in zip(totals, others)))
             self.others.append(others)
+
+    def fetch_sums(self):
+        """dq and e."""
+        self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
+        dq = [x for i in range(TOKENS) for x in self.pair(i, Place.S)]
+        for i in range(COUNT):
+            self.dq[i] = dq[i]
 
     # ---- results
     @cute.jit

@@ -69,6 +69,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.backward.local.anchored import AnchoredColumns
 from fla_kda_backend.kernels.wy64.backward.local.columns import Columns
 from fla_kda_backend.kernels.wy64.backward.local.gates import BETA_GRADIENTS
 from fla_kda_backend.kernels.wy64.backward.local.loads import Loads, LocalArguments
@@ -80,7 +81,6 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     Full,
     Info,
     Memory,
-    Part,
     Place,
     Sums,
     Table,
@@ -240,11 +240,12 @@ class LocalGradients:
         cute.arch.mbarrier_wait(full(Full.GATE), parity)
         blocks, _ = tensors.accumulator()
         tensors.start_d_a_or_d_m(blocks)
-        columns = Columns(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
+        columns_type = Columns if self.variant.needs_levels else AnchoredColumns
+        columns = columns_type(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
         columns.load(args.gate_scale, a_log, bias)
         columns.find_decays()
         warpgroup.wait_group(0)
-        tensors.store_blocks(blocks, args.scale, s_x)
+        tensors.store_blocks(blocks, args.scale, s_x, not self.variant.needs_levels)
         (acc_q, d_q), (acc_x, x_s), (acc_k, d_k_end) = (tensors.accumulator() for _ in range(3))
         tensors.start_d_q(acc_q)
         tensors.start_x_s(acc_x)
@@ -258,21 +259,10 @@ class LocalGradients:
         columns.place()
         columns.park_words()
         columns.put(d_k_end, Place.DS)
-        columns.add_bands_before(d_q, x_s, args.scale, Float32(0.0) - s_x)
-        columns.put(d_q, Place.S)
-        columns.put(x_s, Place.X)
-        columns.add_level()
-        columns.place()
-        columns.add_rows_between(columns.kr, int(Place.K), int(Place.X))
-        columns.start_columns()
-        columns.add_rows_between(columns.z, int(Place.Q), int(Place.S))
-        columns.place()
-        columns.put_bands_behind()
-        columns.find_band_decays()
-        columns.finish_columns()
-        columns.place()
-        columns.add_rows_inside()
-        columns.add_columns_inside()
+        if const_expr(self.variant.needs_levels):
+            self.find_gradients(args, columns, d_q, x_s, s_x)
+        else:
+            self.find_gradients_anchored(args, columns, d_q, x_s, s_x)
         g, a_log, bias = self.fetch_gate(args, coord, token, rows, head)  # for step 4
         columns.share_sums()
         columns.place()
@@ -300,6 +290,36 @@ class LocalGradients:
         if const_expr(self.schedule.beside):
             if coord.warp == 0:
                 self.loads.load_if_not_yet(args, memory, n + 1)
+
+    def find_gradients(self, args, columns, d_q, x_s, s_x):
+        """Step 3 up to the sums."""
+        columns.add_bands_before(d_q, x_s, args.scale, Float32(0.0) - s_x)
+        columns.put(d_q, Place.S)
+        columns.put(x_s, Place.X)
+        columns.add_level()
+        columns.place()
+        columns.add_rows_between(columns.kr, int(Place.K), int(Place.X))
+        columns.start_columns()
+        columns.add_rows_between(columns.z, int(Place.Q), int(Place.S))
+        columns.place()
+        columns.put_bands_behind()
+        columns.find_band_decays()
+        columns.finish_columns()
+        columns.place()
+        columns.add_rows_inside()
+        columns.add_columns_inside()
+
+    def find_gradients_anchored(self, args, columns, d_q, x_s, s_x):
+        """Step 3 up to the sums, see anchored.py."""
+        columns.find_rows(d_q, x_s, args.scale, Float32(0.0) - s_x)
+        columns.put(d_q, Place.S)
+        columns.put(x_s, Place.X)
+        columns.place()
+        columns.find_columns()
+        columns.place()
+        columns.add_rows()
+        columns.place()
+        columns.add_columns()
 
     def fetch_gate(self, args, coord, token, rows, head):
         """g, not yet unpacked, and the gate's parameters for a lane's tokens and channels."""
