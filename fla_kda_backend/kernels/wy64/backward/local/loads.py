@@ -268,11 +268,14 @@ class Loads:
             self.rows(args, memory, n, args.g_map, args.g_coordinates, Tensor.G, place, head, full)
 
     # ---- single values
-    def beta(self, args, token, row, rows, head):
-        """beta of a row of the chunk; 0 past the end."""
+    def raw_beta(self, args, token, row, rows, head):
+        """What `beta` makes beta from."""
         at = token + ptx.less_b32(row, rows, row, 0)
-        x = read(args.beta, Int64(at) * args.beta_token + Int64(head) * args.beta_head, self.variant.beta_dtype)
-        return ptx.less_f32(row, rows, self.beta_form(x), 0.0)
+        return read(args.beta, Int64(at) * args.beta_token + Int64(head) * args.beta_head, self.variant.beta_dtype)
+
+    def beta(self, raw, row, rows):
+        """beta of a row of the chunk; 0 past the end."""
+        return ptx.less_f32(row, rows, self.beta_form(raw), 0.0)
 
     def parameters(self, args, head, channel):
         """A_log of the head and dt_bias of two channels, 0 where there is none."""
@@ -285,7 +288,7 @@ class Loads:
         return a_log, bias
 
     def g_again(self, args, token, row, channel, rows, head):
-        """g of 8 rows from `row` on and two channels, from global memory; past the end that of the last row."""
+        """g of 8 rows from `row` on and two channels, from global memory; past the end that of the last row. For `g_pairs`."""
         size = ELEMENT_BYTES[self.variant.gate_dtype]
         at = args.g + (Int64(token) * args.g_token + Int64(head) * args.g_head + Int64(channel)) * size
         pitch = Int32(args.g_token) * size
@@ -293,10 +296,16 @@ class Loads:
         for i in range(8):
             from_row = _row_address(pitch, cutlass.min(row + i, rows - 1), at)
             if self.variant.gate_dtype == "fp32":
-                pairs.append(tuple(ptx.as_f32(x) for x in ptx.ldg_nc_v2_b32(from_row)))
+                pairs.append(ptx.ldg_nc_v2_b32(from_row))
             else:
-                pairs.append(ptx.unpack_bf16x2(ptx.ldg_nc_b32(from_row)))
+                pairs.append(ptx.ldg_nc_b32(from_row))
         return pairs
+
+    def g_pairs(self, words):
+        """Pairs of fp32 of what g_again has loaded, apart from it so that nothing waits for the loads before."""
+        if self.variant.gate_dtype == "fp32":
+            return [tuple(ptx.as_f32(x) for x in pair) for pair in words]
+        return [ptx.unpack_bf16x2(word) for word in words]
 
 
 _row_address = ptx.pure("mad.wide.s32 $0, $1, $2, $3;", "rrl -> l", "address + row * pitch.")

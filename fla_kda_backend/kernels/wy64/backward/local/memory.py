@@ -48,7 +48,8 @@ class Part(IntEnum):
 
     D_A = 0  # bf16 blocks below the diagonal, as N's, 32-byte swizzle
     D_M = 6 * BLOCK
-    DIAGONAL = 12 * BLOCK  # per band [16][16] (dA, dM) in fp32
+    DIAGONAL = 12 * BLOCK  # per band [16][16] (dA, dM) in fp32; anchored.py: per band three blocks, dA lead and rest, dM
+    DIAGONAL_VALUES = 24 * BLOCK  # anchored.py: dA_ii in fp32
 
 
 class Table(IntEnum):
@@ -57,8 +58,8 @@ class Table(IntEnum):
     MBARRIERS = 0
     ZERO = 56  # a 0 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
-    BAND = 256  # [4 bands][128]: decay of the whole band
-    C0 = BAND + 2048  # [2 value halves][128]: S . dS'
+    BAND = 256  # [4 bands][128]: decay of the whole band; anchored.py: [8 halves of bands][128]
+    C0 = BAND + 4096  # [2 value halves][128]: S . dS'
     RSTD = C0 + 1024  # [q, k][64]
     BETA = RSTD + 512  # [64]
     DOT_Q = BETA + 256  # [4 quarters][64]: dq . q
