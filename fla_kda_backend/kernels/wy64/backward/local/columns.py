@@ -416,15 +416,12 @@ class Columns:
                 self.store_row_sum(table, row_sums(products, self.coord.lane))
 
     # ---- results
-    @cute.jit
-    def store_q_and_k(self, token, head):
-        """dq and dk: through the normalisation, or as they are for the host to add up over heads."""
-        for out, gradient, words, norms, dots in (
-            (self.args.dq, self.dq, self.q, Table.RSTD, Table.DOT_Q),
-            (self.args.dk, self.kc, self.k, Table.RSTD + 256, Table.DOT_K),
-        ):
-            if out != 0:
-                self._store_q_or_k(out, gradient, words, norms, dots, token, head)
+    # dq and dk: through the normalisation, or as they are for the host to add up over heads
+    def store_q(self, token, head):
+        self._store_q_or_k(self.args.dq, self.dq, self.q, Table.RSTD, Table.DOT_Q, token, head)
+
+    def store_k(self, token, head):
+        self._store_q_or_k(self.args.dk, self.kc, self.k, Table.RSTD + 256, Table.DOT_K, token, head)
 
     def _store_q_or_k(self, out, gradient, words, norms, dots, token, head):
         dtype, values = "fp32", [gradient[i] for i in range(TOKENS)]
@@ -437,7 +434,7 @@ class Columns:
                         dot = (parts[0][e] + parts[1][e]) + (parts[2][e] + parts[3][e])
                         x = self.hat(words, i + e, scale)
                         values[i + e] = (values[i + e] - dot * x) * scale
-        self.store_values(out, values, dtype, token, head)
+        self.store_if_wanted(out, values, dtype, token, head)
 
     def store_values(self, out, values, dtype, token, head):
         """16 tokens of the lane's channel of a gradient [tokens, heads, 128]."""

@@ -277,8 +277,9 @@ class LocalGradients:
         columns.fresh()
         coord = columns.coord
         a_log, bias = self.loads.parameters(args, head, coord.channel)
+        columns.store_q(token, head)
         g = self.loads.g_again(args, coord, token, rows, head)
-        columns.store_q_and_k(token, head)
+        columns.store_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
         if const_expr(self.loads.wide_gate):
