@@ -342,7 +342,7 @@ class Columns:
         return self.words_at(Place.Q if i < 8 else Place.K, i % 8)
 
     def add_in_band(self):
-        """All pairs j < i of the band, in fp32; then the diagonal, the sums for dbeta, and dk but for dKe, in kc."""
+        """All pairs j < i of the band, in fp32; then the diagonal, sums for dbeta and for dq, and dk but for dKe, in kc."""
         coord, a = self.coord, self.a
         at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
         k = [x for i in range(0, TOKENS, 4) for x in self.four_hats(self.k, Table.RSTD + 256, i)]
@@ -387,6 +387,8 @@ class Columns:
             diagonal = ptx.lds_f32(at + i * DIAGONAL_PITCH + i * 8)
             self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
             self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
+        self.fresh()
+        self.share_dot(Table.DOT_Q, self.dq, self.q, Table.RSTD)
         self.k = [ptx.lds_b32(self.words_at(Place.K_NEXT, i)) for i in range(TOKENS // 2)]
         for i in range(TOKENS):
             self.dg[i] = ptx.lds_f32(self.patch_column + i * 128)
@@ -398,22 +400,22 @@ class Columns:
 
     # ---- sums that other warps need
     def share_sums(self):
-        """Sums of dG and e over the band; dq . q and dk . k."""
+        """Sums of dG and e over the band; dk . k^."""
         at = self.memory.base + Place.TABLES + self.coord.band * 512 + self.coord.channel * 4
         for table, values in ((Table.D_G, self.dg), (Table.E, self.e)):
             total = values[0]
             for i in range(1, TOKENS):
                 total = total + values[i]
             ptx.sts_f32(at + table, total)
+        self.share_dot(Table.DOT_K, self.kc, self.k, Table.RSTD + 256)
+
+    def share_dot(self, table, gradient, words, norms):
+        """The quarter's part of dq . q^ or dk . k^ by rows."""
         if self.variant.l2norm and not self.schedule.grouped:
-            for table, gradient, words, norms in (
-                (Table.DOT_Q, self.dq, self.q, Table.RSTD),
-                (Table.DOT_K, self.kc, self.k, Table.RSTD + 256),
-            ):
-                products = []
-                for i in range(0, TOKENS, 4):
-                    products += [gradient[i + e] * x for e, x in enumerate(self.four_hats(words, norms, i))]
-                self.store_row_sum(table, row_sums(products, self.coord.lane))
+            products = []
+            for i in range(0, TOKENS, 4):
+                products += [gradient[i + e] * x for e, x in enumerate(self.four_hats(words, norms, i))]
+            self.store_row_sum(table, row_sums(products, self.coord.lane))
 
     # ---- results
     # dq and dk: through the normalisation, or as they are for the host to add up over heads
