@@ -55,7 +55,7 @@ class Columns:
         self.variant, self.schedule, self.loads, self.args, self.memory = variant, schedule, loads, args, memory
         self.rows, self.s_x = rows, s_x
         column = lambda: cute.make_rmem_tensor(TOKENS, Float32)  # noqa: E731
-        self.dq, self.kr, self.kc, self.dg, self.e = column(), column(), column(), column(), column()
+        self.dq, self.kr, self.kc, self.dg = column(), column(), column(), column()
         self.place(coord)
 
     def place(self, coord):
@@ -142,7 +142,10 @@ class Columns:
 
     def from_patch(self, i):
         """Token i of what `to_columns` left."""
-        return ptx.lds_f32((self.patch_column ^ ((i & 3) << 5)) + i * 128)
+        return ptx.lds_f32(self.patch_at(i))
+
+    def patch_at(self, i):
+        return (self.patch_column ^ ((i & 3) << 5)) + i * 128
 
     # ---- decays and images, from g, q and k
     def load(self, gate_scale, a_log, bias):
@@ -226,14 +229,17 @@ class Columns:
                 self.dg[i + e] = self.dg[i + e] + bk[e] * x
 
     def add_d_k_end(self):
-        """dKe: kc += n behind s_x dKe; e."""
-        factor = self.behind * self.s_x
+        """dKe: kc += n behind s_x dKe; e, which stays in the patch, and its sum over the band."""
+        factor, total = self.behind * self.s_x, Float32(0.0)
         for i, n in self.downwards():
             k = self.four_hats(self.k, Table.RSTD + 256, i)
             for t in range(3, -1, -1):
                 x = n[t] * factor * self.from_patch(i + t)
                 self.kc[i + t] = self.kc[i + t] + x
-                self.e[i + t] = k[t] * x
+                e = k[t] * x
+                total = total + e
+                ptx.sts_f32(self.patch_at(i + t), e)  # over what this lane alone has read
+        ptx.sts_f32(self.memory.table(Table.E) + self.coord.band * 512 + self.coord.channel * 4, total)
 
     # ---- between bands
     def tile_address(self, place, band):
@@ -400,13 +406,11 @@ class Columns:
 
     # ---- sums that other warps need
     def share_sums(self):
-        """Sums of dG and e over the band; dk . k^."""
-        at = self.memory.base + Place.TABLES + self.coord.band * 512 + self.coord.channel * 4
-        for table, values in ((Table.D_G, self.dg), (Table.E, self.e)):
-            total = values[0]
-            for i in range(1, TOKENS):
-                total = total + values[i]
-            ptx.sts_f32(at + table, total)
+        """The sum of dG over the band; dk . k^."""
+        total = self.dg[0]
+        for i in range(1, TOKENS):
+            total = total + self.dg[i]
+        ptx.sts_f32(self.memory.table(Table.D_G) + self.coord.band * 512 + self.coord.channel * 4, total)
         self.share_dot(Table.DOT_K, self.kc, self.k, Table.RSTD + 256)
 
     def share_dot(self, table, gradient, words, norms):
@@ -447,7 +451,7 @@ class Columns:
         store_column(at, pitch, values, dtype, self.rows_band)
 
     def store_gate(self, g, a_log, bias, token, head):
-        """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to SUMS."""
+        """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to the patch."""
         coord = self.coord
         run, prefix = Float32(0.0), Float32(0.0)
         at = self.memory.base + Place.TABLES + coord.channel * 4
@@ -462,11 +466,12 @@ class Columns:
         bias_sum, a_log_sum = Float32(0.0), Float32(0.0)
         for i in range(TOKENS):
             d[i], d_a_log = gradient(g[i], d[i] + prefix)
-            prefix = prefix + self.e[i]
+            prefix = prefix + self.from_patch(i)
             bias_sum = bias_sum + ptx.less_f32(i, self.rows_band, d[i], 0.0)
             a_log_sum = a_log_sum + ptx.less_f32(i, self.rows_band, d_a_log, 0.0)
         self.store_if_wanted(self.args.dg, d, self.variant.gate_dtype, token, head)
-        at = self.memory.base + Place.PATCHES + coord.band * 512 + coord.channel * 4
+        cute.arch.sync_warp()  # e is read
+        at = self.patch_column
         if self.variant.dt_bias is not None:
             ptx.sts_f32(at + Sums.BIAS, bias_sum)
         if self.variant.a_log is not None:

@@ -67,6 +67,7 @@ from fla_kda_backend.kernels.wy64.backward.local.columns import Columns
 from fla_kda_backend.kernels.wy64.backward.local.gates import BETA_GRADIENTS
 from fla_kda_backend.kernels.wy64.backward.local.loads import Loads, LocalArguments
 from fla_kda_backend.kernels.wy64.backward.local.memory import (
+    PATCH,
     SMEM_BYTES,
     THREADS,
     Coord,
@@ -80,7 +81,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
 from fla_kda_backend.kernels.wy64.backward.local.stores import clear_rows, store_one
 from fla_kda_backend.kernels.wy64.backward.local.tensors import Tensors
 from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
-from fla_kda_backend.kernels.wy64.record import CHUNK, HEAD_DIM
+from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK, HEAD_DIM
 
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -345,8 +346,8 @@ class LocalGradients:
             if const_expr(parameter is not None):
                 channel = coord.tid - HEAD_DIM * which
                 if out != 0 and channel >= 0 and channel < HEAD_DIM:
-                    at = memory.base + Place.PATCHES + sums + channel * 4
-                    x = [ptx.lds_f32(at + 512 * b) for b in range(4)]
+                    at = memory.base + Place.PATCHES + (channel >> 5) * (BANDS * PATCH) + sums + (channel & 31) * 4
+                    x = [ptx.lds_f32(at + PATCH * b) for b in range(BANDS)]
                     ptx.stg_f32(out + row + Int64(channel * 4), (x[0] + x[1]) + (x[2] + x[3]))
 
 
