@@ -88,7 +88,7 @@ class Columns:
         return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
 
     def fresh(self):
-        """Pin a, q and k and read the coordinates again, so that what is computed from them is computed again rather than kept."""
+        """Pin a, q and k and read the coordinates again: what is computed from them is computed again rather than kept."""
         self.place(Coord.read())
         for name in ("a", "q", "k"):
             x = getattr(self, name)
@@ -274,7 +274,8 @@ class Columns:
         self.to_half_patch(kk, y)
 
     def add_y(self, target, operands):
-        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes those of four tokens."""
+        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes q^ or beta k^ of four
+        tokens."""
         for i, r in self.upwards():
             x = [ptx.mul(y, f) for y, f in zip(operands(i), r)]
             x = [*round_pair(*x[:2]), *round_pair(*x[2:])]

@@ -34,9 +34,9 @@ terms to fp32: each pair of tokens both at or after i has to vanish from d_i. De
 
 Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are zero there.
 
-Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of the
-band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per SM
-works through the pairs block, block + blocks, ...; the last slots go first.
+Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of
+the band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per
+SM works through the pairs block, block + blocks, ...; the last slots go first.
 
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
@@ -45,7 +45,7 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     ------------------------------------------------------------------------------------------------------
     2      dA, dM; a, q, k into registers; images over q, k, g; C0
     ------------------------------------------------------------------------------------------------------
-    3      dQ_, X_w; products between bands
+    3      products between bands; dQ_, X_w
     ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO
     4      inside the bands; dKe; sums
     ------------------------------------------------------------------------------------------------------   q, k, g, v, dS', V'
@@ -283,11 +283,10 @@ class LocalGradients:
         columns.store_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
-        if const_expr(self.loads.wide_gate):
-            ptx.fence_proxy_async()
+        slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
         cute.arch.sync_threads()
         # step 6
-        self.store_sums(args, memory, coord, n)
+        self.store_sums(args, memory, coord, slot, head)
         if const_expr(self.loads.wide_gate):
             ptx.fence_proxy_async()
             cute.arch.sync_threads()
@@ -337,9 +336,9 @@ class LocalGradients:
             store_one(at, BETA_GRADIENTS[self.variant.beta](d, beta), dtype, tid, rows)
 
     @cute.jit
-    def store_sums(self, args, memory, coord, n):
+    def store_sums(self, args, memory, coord, slot, head):
         """The chunk's sums for dt_bias, by threads 0 to 127, and for A_log, by threads 128 to 255."""
-        row = (Int64(args.slot_begin + memory.info(n, Info.SLOT)) * args.heads + memory.info(n, Info.HEAD)) * (HEAD_DIM * 4)
+        row = (Int64(args.slot_begin + slot) * args.heads + head) * (HEAD_DIM * 4)
         for which, (out, sums, parameter) in enumerate(
             ((args.d_bias_sums, Sums.BIAS, self.variant.dt_bias), (args.d_a_log_sums, Sums.A_LOG, self.variant.a_log))
         ):
