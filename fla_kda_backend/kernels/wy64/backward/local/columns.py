@@ -55,7 +55,7 @@ class Columns:
         self.variant, self.schedule, self.loads, self.args, self.memory = variant, schedule, loads, args, memory
         self.rows, self.s_x = rows, s_x
         column = lambda: cute.make_rmem_tensor(TOKENS, Float32)  # noqa: E731
-        self.dq, self.kr, self.kc, self.dg, self.e = column(), column(), column(), column(), column()
+        self.dq, self.kr, self.kc, self.dg = column(), column(), column(), column()
         self.place(coord)
 
     def place(self, coord):
@@ -88,7 +88,7 @@ class Columns:
         return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
 
     def fresh(self):
-        """Pin a, q and k and read the coordinates again, so that what is computed from them is computed again rather than kept."""
+        """Pin a, q and k and read the coordinates again: what is computed from them is computed again rather than kept."""
         self.place(Coord.read())
         for name in ("a", "q", "k"):
             x = getattr(self, name)
@@ -142,7 +142,10 @@ class Columns:
 
     def from_patch(self, i):
         """Token i of what `to_columns` left."""
-        return ptx.lds_f32((self.patch_column ^ ((i & 3) << 5)) + i * 128)
+        return ptx.lds_f32(self.patch_at(i))
+
+    def patch_at(self, i):
+        return (self.patch_column ^ ((i & 3) << 5)) + i * 128
 
     # ---- decays and images, from g, q and k
     def load(self, gate_scale, a_log, bias):
@@ -226,14 +229,17 @@ class Columns:
                 self.dg[i + e] = self.dg[i + e] + bk[e] * x
 
     def add_d_k_end(self):
-        """dKe: kc += n behind s_x dKe; e."""
-        factor = self.behind * self.s_x
+        """dKe: kc += n behind s_x dKe; e, which stays in the patch, and its sum over the band."""
+        factor, total = self.behind * self.s_x, Float32(0.0)
         for i, n in self.downwards():
             k = self.four_hats(self.k, Table.RSTD + 256, i)
             for t in range(3, -1, -1):
                 x = n[t] * factor * self.from_patch(i + t)
                 self.kc[i + t] = self.kc[i + t] + x
-                self.e[i + t] = k[t] * x
+                e = k[t] * x
+                total = total + e
+                ptx.sts_f32(self.patch_at(i + t), e)  # over what this lane alone has read
+        ptx.sts_f32(self.memory.table(Table.E) + self.coord.band * 512 + self.coord.channel * 4, total)
 
     # ---- between bands
     def tile_address(self, place, band):
@@ -268,7 +274,8 @@ class Columns:
         self.to_half_patch(kk, y)
 
     def add_y(self, target, operands):
-        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes those of four tokens."""
+        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes q^ or beta k^ of four
+        tokens."""
         for i, r in self.upwards():
             x = [ptx.mul(y, f) for y, f in zip(operands(i), r)]
             x = [*round_pair(*x[:2]), *round_pair(*x[2:])]
@@ -342,7 +349,7 @@ class Columns:
         return self.words_at(Place.Q if i < 8 else Place.K, i % 8)
 
     def add_in_band(self):
-        """All pairs j < i of the band, in fp32; then the diagonal, the sums for dbeta, and dk but for dKe, in kc."""
+        """All pairs j < i of the band, in fp32; then the diagonal, sums for dbeta and for dq, and dk but for dKe, in kc."""
         coord, a = self.coord, self.a
         at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
         k = [x for i in range(0, TOKENS, 4) for x in self.four_hats(self.k, Table.RSTD + 256, i)]
@@ -387,6 +394,8 @@ class Columns:
             diagonal = ptx.lds_f32(at + i * DIAGONAL_PITCH + i * 8)
             self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
             self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
+        self.fresh()
+        self.share_dot(Table.DOT_Q, self.dq, self.q, Table.RSTD)
         self.k = [ptx.lds_b32(self.words_at(Place.K_NEXT, i)) for i in range(TOKENS // 2)]
         for i in range(TOKENS):
             self.dg[i] = ptx.lds_f32(self.patch_column + i * 128)
@@ -398,33 +407,28 @@ class Columns:
 
     # ---- sums that other warps need
     def share_sums(self):
-        """Sums of dG and e over the band; dq . q and dk . k."""
-        at = self.memory.base + Place.TABLES + self.coord.band * 512 + self.coord.channel * 4
-        for table, values in ((Table.D_G, self.dg), (Table.E, self.e)):
-            total = values[0]
-            for i in range(1, TOKENS):
-                total = total + values[i]
-            ptx.sts_f32(at + table, total)
+        """The sum of dG over the band; dk . k^."""
+        total = self.dg[0]
+        for i in range(1, TOKENS):
+            total = total + self.dg[i]
+        ptx.sts_f32(self.memory.table(Table.D_G) + self.coord.band * 512 + self.coord.channel * 4, total)
+        self.share_dot(Table.DOT_K, self.kc, self.k, Table.RSTD + 256)
+
+    def share_dot(self, table, gradient, words, norms):
+        """The quarter's part of dq . q^ or dk . k^ by rows."""
         if self.variant.l2norm and not self.schedule.grouped:
-            for table, gradient, words, norms in (
-                (Table.DOT_Q, self.dq, self.q, Table.RSTD),
-                (Table.DOT_K, self.kc, self.k, Table.RSTD + 256),
-            ):
-                products = []
-                for i in range(0, TOKENS, 4):
-                    products += [gradient[i + e] * x for e, x in enumerate(self.four_hats(words, norms, i))]
-                self.store_row_sum(table, row_sums(products, self.coord.lane))
+            products = []
+            for i in range(0, TOKENS, 4):
+                products += [gradient[i + e] * x for e, x in enumerate(self.four_hats(words, norms, i))]
+            self.store_row_sum(table, row_sums(products, self.coord.lane))
 
     # ---- results
-    @cute.jit
-    def store_q_and_k(self, token, head):
-        """dq and dk: through the normalisation, or as they are for the host to add up over heads."""
-        for out, gradient, words, norms, dots in (
-            (self.args.dq, self.dq, self.q, Table.RSTD, Table.DOT_Q),
-            (self.args.dk, self.kc, self.k, Table.RSTD + 256, Table.DOT_K),
-        ):
-            if out != 0:
-                self._store_q_or_k(out, gradient, words, norms, dots, token, head)
+    # dq and dk: through the normalisation, or as they are for the host to add up over heads
+    def store_q(self, token, head):
+        self._store_q_or_k(self.args.dq, self.dq, self.q, Table.RSTD, Table.DOT_Q, token, head)
+
+    def store_k(self, token, head):
+        self._store_q_or_k(self.args.dk, self.kc, self.k, Table.RSTD + 256, Table.DOT_K, token, head)
 
     def _store_q_or_k(self, out, gradient, words, norms, dots, token, head):
         dtype, values = "fp32", [gradient[i] for i in range(TOKENS)]
@@ -437,7 +441,7 @@ class Columns:
                         dot = (parts[0][e] + parts[1][e]) + (parts[2][e] + parts[3][e])
                         x = self.hat(words, i + e, scale)
                         values[i + e] = (values[i + e] - dot * x) * scale
-        self.store_values(out, values, dtype, token, head)
+        self.store_if_wanted(out, values, dtype, token, head)
 
     def store_values(self, out, values, dtype, token, head):
         """16 tokens of the lane's channel of a gradient [tokens, heads, 128]."""
@@ -448,7 +452,7 @@ class Columns:
         store_column(at, pitch, values, dtype, self.rows_band)
 
     def store_gate(self, g, a_log, bias, token, head):
-        """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to SUMS."""
+        """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to the patch."""
         coord = self.coord
         run, prefix = Float32(0.0), Float32(0.0)
         at = self.memory.base + Place.TABLES + coord.channel * 4
@@ -463,11 +467,12 @@ class Columns:
         bias_sum, a_log_sum = Float32(0.0), Float32(0.0)
         for i in range(TOKENS):
             d[i], d_a_log = gradient(g[i], d[i] + prefix)
-            prefix = prefix + self.e[i]
+            prefix = prefix + self.from_patch(i)
             bias_sum = bias_sum + ptx.less_f32(i, self.rows_band, d[i], 0.0)
             a_log_sum = a_log_sum + ptx.less_f32(i, self.rows_band, d_a_log, 0.0)
         self.store_if_wanted(self.args.dg, d, self.variant.gate_dtype, token, head)
-        at = self.memory.base + Place.PATCHES + coord.band * 512 + coord.channel * 4
+        cute.arch.sync_warp()  # e is read
+        at = self.patch_column
         if self.variant.dt_bias is not None:
             ptx.sts_f32(at + Sums.BIAS, bias_sum)
         if self.variant.a_log is not None:

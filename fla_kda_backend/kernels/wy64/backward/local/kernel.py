@@ -34,9 +34,9 @@ terms to fp32: each pair of tokens both at or after i has to vanish from d_i. De
 
 Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are zero there.
 
-Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of the
-band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per SM
-works through the pairs block, block + blocks, ...; the last slots go first.
+Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of
+the band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per
+SM works through the pairs block, block + blocks, ...; the last slots go first.
 
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
@@ -45,7 +45,7 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     ------------------------------------------------------------------------------------------------------
     2      dA, dM; a, q, k into registers; images over q, k, g; C0
     ------------------------------------------------------------------------------------------------------
-    3      dQ_, X_w; products between bands
+    3      products between bands; dQ_, X_w
     ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO
     4      inside the bands; dKe; sums
     ------------------------------------------------------------------------------------------------------   q, k, g, v, dS', V'
@@ -67,6 +67,7 @@ from fla_kda_backend.kernels.wy64.backward.local.columns import Columns
 from fla_kda_backend.kernels.wy64.backward.local.gates import BETA_GRADIENTS
 from fla_kda_backend.kernels.wy64.backward.local.loads import Loads, LocalArguments
 from fla_kda_backend.kernels.wy64.backward.local.memory import (
+    PATCH,
     SMEM_BYTES,
     THREADS,
     Coord,
@@ -80,7 +81,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
 from fla_kda_backend.kernels.wy64.backward.local.stores import clear_rows, store_one
 from fla_kda_backend.kernels.wy64.backward.local.tensors import Tensors
 from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
-from fla_kda_backend.kernels.wy64.record import CHUNK, HEAD_DIM
+from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK, HEAD_DIM
 
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -277,15 +278,15 @@ class LocalGradients:
         columns.fresh()
         coord = columns.coord
         a_log, bias = self.loads.parameters(args, head, coord.channel)
+        columns.store_q(token, head)
         g = self.loads.g_again(args, coord, token, rows, head)
-        columns.store_q_and_k(token, head)
+        columns.store_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
-        if const_expr(self.loads.wide_gate):
-            ptx.fence_proxy_async()
+        slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
         cute.arch.sync_threads()
         # step 6
-        self.store_sums(args, memory, coord, n)
+        self.store_sums(args, memory, coord, slot, head)
         if const_expr(self.loads.wide_gate):
             ptx.fence_proxy_async()
             cute.arch.sync_threads()
@@ -335,17 +336,17 @@ class LocalGradients:
             store_one(at, BETA_GRADIENTS[self.variant.beta](d, beta), dtype, tid, rows)
 
     @cute.jit
-    def store_sums(self, args, memory, coord, n):
+    def store_sums(self, args, memory, coord, slot, head):
         """The chunk's sums for dt_bias, by threads 0 to 127, and for A_log, by threads 128 to 255."""
-        row = (Int64(args.slot_begin + memory.info(n, Info.SLOT)) * args.heads + memory.info(n, Info.HEAD)) * (HEAD_DIM * 4)
+        row = (Int64(args.slot_begin + slot) * args.heads + head) * (HEAD_DIM * 4)
         for which, (out, sums, parameter) in enumerate(
             ((args.d_bias_sums, Sums.BIAS, self.variant.dt_bias), (args.d_a_log_sums, Sums.A_LOG, self.variant.a_log))
         ):
             if const_expr(parameter is not None):
                 channel = coord.tid - HEAD_DIM * which
                 if out != 0 and channel >= 0 and channel < HEAD_DIM:
-                    at = memory.base + Place.PATCHES + sums + channel * 4
-                    x = [ptx.lds_f32(at + 512 * b) for b in range(4)]
+                    at = memory.base + Place.PATCHES + (channel >> 5) * (BANDS * PATCH) + sums + (channel & 31) * 4
+                    x = [ptx.lds_f32(at + PATCH * b) for b in range(BANDS)]
                     ptx.stg_f32(out + row + Int64(channel * 4), (x[0] + x[1]) + (x[2] + x[3]))
 
 

@@ -39,7 +39,7 @@ class Place(IntEnum):
     K = Q + TILE_BYTES  # then k_row
     K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
     V = K_NEXT + TILE_BYTES  # then dA and dM
-    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last SUMS
+    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last e and Sums
     TABLES = PATCHES + 2 * TILE_BYTES
 
 
@@ -71,10 +71,10 @@ class Table(IntEnum):
 
 
 class Sums(IntEnum):
-    """Offsets in PATCHES at the end of a chunk; fp32 [4 bands][128]."""
+    """Offsets in a patch at the end of a chunk: sums over the band; fp32 [32 channels]."""
 
     BIAS = 0
-    A_LOG = 2048
+    A_LOG = 128
 
 
 class Info(IntEnum):

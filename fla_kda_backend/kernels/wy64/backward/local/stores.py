@@ -44,11 +44,11 @@ def clear_rows(address, row_bytes: cutlass.Constexpr, row, count: cutlass.Conste
                threads: cutlass.Constexpr):  # fmt: skip
     """Zero the rows of a gradient [tokens, heads, row_bytes] that lie in [row, row + count) but outside [first, end)."""
     if address != 0:
-        per_row = const_pieces(row_bytes)
+        per_row = _pieces(row_bytes)
         for i in cutlass.range(thread, count * per_row, threads, unroll=1):
             at = row + i // per_row
             if at < tokens and (at < first or at >= end):
-                to = address + (Int64(at) * Int64(heads) + Int64(head)) * row_bytes + Int64(i % per_row) * (row_bytes // per_row)
+                to = address + (Int64(at) * heads + head) * row_bytes + Int64(i % per_row) * (row_bytes // per_row)
                 if cutlass.const_expr(row_bytes >= 16):
                     ptx.stg_words(to, [Int32(0)] * 4)
                 elif cutlass.const_expr(row_bytes == 4):
@@ -57,5 +57,6 @@ def clear_rows(address, row_bytes: cutlass.Constexpr, row, count: cutlass.Conste
                     ptx.stg_b16(to, Int32(0))
 
 
-def const_pieces(row_bytes):
+def _pieces(row_bytes):
+    """Stores that a row takes."""
     return max(row_bytes // 16, 1)
