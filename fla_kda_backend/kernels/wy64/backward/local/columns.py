@@ -1,7 +1,10 @@
-"""The column phase: everything with decays. A lane owns a channel and the 16 tokens of its warp's band.
+"""The column phase: everything with decays. A lane owns a pair of channels and half of the tokens of its warp's band.
 
-Accumulators come to this layout through the warp's patch of shared memory (`to_columns`). All decays are running products of
-a_i = 2^y_i over tokens on one side of what they join: r = a_0 .. a_i within the band, n = a_(j+1) .. a_15. Nothing is divided.
+Lane 16 h + p holds tokens 8 h to 8 h + 7 of the band and channels 2 p, 2 p + 1 of the quarter: 16 values, [token][channel]. Bf16
+images are read and written in words of such pairs. Accumulators come to this layout through patches of shared memory (`put`).
+
+All decays are running products of a_i = 2^y_i over tokens on one side of what they join: P = a_0 .. a_i within the half, N =
+a_(j+1) .. a_7. `lo` is the decay of the band's tokens before the half, `hi` of those behind it. Nothing is divided.
 """
 
 import cutlass
@@ -10,32 +13,38 @@ from cutlass import Float32, Int32, Int64
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64.backward.local.gates import GRADIENTS
-from fla_kda_backend.kernels.wy64.backward.local.loads import column_offset
 from fla_kda_backend.kernels.wy64.backward.local.memory import (
     BLOCK,
     DIAGONAL,
     DIAGONAL_PITCH,
     PATCH,
-    WORDS,
     Coord,
     Part,
     Place,
     Sums,
     Table,
 )
-from fla_kda_backend.kernels.wy64.backward.local.stores import store_column
+from fla_kda_backend.kernels.wy64.backward.local.stores import store_pairs
 from fla_kda_backend.kernels.wy64.backward.local.tensors import block_address
 from fla_kda_backend.kernels.wy64.prepare.gates import GATES
-from fla_kda_backend.kernels.wy64.record import BANDS
+from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK
 
-TOKENS = 16
+TOKENS = 8  # of a lane
+COUNT = 2 * TOKENS
+K_RSTD = Table.RSTD + 256
 
 _shuffle_f32 = ptx.ordered("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "fr -> f", "The fp32 of lane XOR mask.")
+_sts_b32_less = ptx.ordered(
+    "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p st.shared.b32 [$0], $1; }", "rrrr ->", "Store 4 bytes where i < j."
+)
+_keep_less = ptx.ordered(
+    "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.f32 $0, $3, $4, p; }", "rrff -> f", "less_f32 that stays in its branch."
+)
 
 
 def row_sums(values, lane):
-    """Sums over the warp's lanes of 16 values; that of value lane / 2 comes to a lane."""
-    for mask in (16, 8, 4, 2):
+    """Sums over 16 lanes of 8 values; that of value (lane & 15) / 2 comes to a lane."""
+    for mask in (8, 4, 2):
         half, side = len(values) // 2, lane & mask
         kept = [ptx.less_f32(side, 1, values[i], values[i + half]) for i in range(half)]
         sent = [ptx.less_f32(side, 1, values[i + half], values[i]) for i in range(half)]
@@ -43,203 +52,234 @@ def row_sums(values, lane):
     return values[0] + _shuffle_f32(values[0], Int32(1))
 
 
-def round_pair(x, y):
-    """Two fp32 rounded to bf16, as fp32."""
-    return ptx.unpack_bf16x2(ptx.pack_bf16x2(x, y))
-
-
 class Columns:
     """What a thread holds of a chunk. s_x: factor of what comes from X and dS'; scale: factor of what comes from dO."""
 
-    def __init__(self, variant, schedule, loads, args, memory, coord, rows, s_x):
+    def __init__(self, variant, schedule, loads, args, memory, rows, s_x):
         self.variant, self.schedule, self.loads, self.args, self.memory = variant, schedule, loads, args, memory
         self.rows, self.s_x = rows, s_x
-        column = lambda: cute.make_rmem_tensor(TOKENS, Float32)  # noqa: E731
-        self.dq, self.kr, self.kc, self.dg = column(), column(), column(), column()
-        self.place(coord)
+        column = lambda: cute.make_rmem_tensor(COUNT, Float32)  # noqa: E731
+        self.a, self.z, self.dq, self.kr, self.kc, self.dg = column(), column(), column(), column(), column(), column()
+        self.place()
 
-    def place(self, coord):
-        """Coordinates and addresses."""
-        self.coord, base = coord, self.memory.base
-        self.rows_band = self.rows - TOKENS * coord.band
-        patch = base + Place.PATCHES + (coord.quarter * BANDS + coord.band) * PATCH
+    def place(self):
+        """Coordinates and addresses, made again so that they take no registers for long."""
+        coord = self.coord = Coord.read()
+        lane, quarter, band, base = coord.lane, coord.quarter, coord.band, self.memory.base
+        h, p = lane >> 4, lane & 15
+        self.h, self.p = h, p
+        self.rows_half = self.rows - 16 * band - 8 * h
+        patch = self.patch = base + Place.PATCHES + (quarter * BANDS + band) * PATCH
         group, quad = coord.group, coord.quad
         self.patch_acc = patch + group * 128 + (((quad >> 1) ^ ((group & 3) << 1)) << 4) + (quad & 1) * 8
-        self.patch_column = patch + coord.lane * 4
-        self.words = base + coord.warp * WORDS + coord.lane * 4
-        self.column = column_offset(coord)
-
-    # ---- small things
-    def four(self, table, i):
-        """Rows i to i + 3 of the band in a table of the chunk's rows."""
-        return ptx.lds_v4_f32(self.memory.table(table) + self.coord.band * 64 + i * 4)
-
-    def scales(self, table, i):
-        """1 / norm of four rows."""
-        return self.four(table, i) if self.variant.l2norm else [None] * 4
-
-    def hat(self, words, i, scale):
-        """q^ or k^ of token i from the packed words; scale: of this row."""
-        x = ptx.unpack_bf16x2(words[i // 2])[i % 2]
-        return x if scale is None else ptx.mul(x, scale)
-
-    def band_decay(self, band):
-        """Decay of a whole band, of the lane's channel."""
-        return ptx.lds_f32(self.memory.table(Table.BAND) + band * 512 + self.coord.channel * 4)
+        self.patch_pair = patch + h * 1024 + p * 8
+        self.image = base + (quarter >> 1) * 8192 + (2 * band + h) * 1024 + (quarter & 1) * 64 + p * 4
+        self.level = patch + h * 512 + p * 4
+        self.rows_table = base + Place.TABLES + (2 * band + h) * 32
+        self.channel_table = base + Place.TABLES + quarter * 128 + p * 8
+        self.diagonal = base + Place.V + Part.DIAGONAL + band * DIAGONAL + h * (8 * DIAGONAL_PITCH + 64)
 
     def fresh(self):
-        """Pin a, q and k and read the coordinates again: what is computed from them is computed again rather than kept."""
-        self.place(Coord.read())
-        for name in ("a", "q", "k"):
-            x = getattr(self, name)
-            setattr(self, name, [y for i in range(0, len(x), 8) for y in ptx.pin(tuple(x[i : i + 8]))])
+        """Pin a, q and k and read the coordinates again, so that what is computed from them is computed again, not kept."""
+        self.place()
+        a = [self.a[i] for i in range(COUNT)]
+        for i, x in enumerate([y for i in range(0, COUNT, 8) for y in ptx.pin(tuple(a[i : i + 8]))]):
+            self.a[i] = x
+        self.q, self.k = list(ptx.pin(tuple(self.q))), list(ptx.pin(tuple(self.k)))
 
-    def one(self):
-        """1, so that running products are made anew each time: ptxas would keep them in registers."""
-        return ptx.lds_f32(self.memory.table(Table.ONE))
+    # ---- small things
+    def image_at(self, i):
+        """Address of the pair of token i in an image of 64 rows x 128 channels at place 0."""
+        return (self.image ^ (i << 4)) + i * 128
 
-    def upwards(self):
-        """Yields four tokens at a time, and r of each: the decay from the band's start up to and with it."""
-        r = self.one()
-        for i in range(0, TOKENS, 4):
-            four = []
-            for t in range(i, i + 4):
-                r = ptx.mul(r, self.a[t])
-                four.append(r)
-            yield i, four
+    def pair(self, i, place=Place.PATCHES):
+        """Token i of what `put` left."""
+        return ptx.lds_v2_f32((self.patch_pair ^ ((i & 3) << 5)) + (i * 128 + int(place) - int(Place.PATCHES)))
 
-    def downwards(self):
-        """Yields four tokens at a time, the last ones first, and n of each: the decay from behind it to the band's end."""
-        n = self.one()
-        for i in range(TOKENS - 4, -1, -4):
-            four = []
-            for t in range(i + 3, i - 1, -1):
-                four.append(n)
-                n = ptx.mul(n, self.a[t])
-            yield i, four[::-1]
+    def keep(self, i, x, y, place):
+        """Write what `pair` reads."""
+        ptx.sts_v2_f32((self.patch_pair ^ ((i & 3) << 5)) + (i * 128 + int(place) - int(Place.PATCHES)), x, y)
 
-    def four_hats(self, words, table, i):
-        """q^ or k^ of tokens i to i + 3."""
-        return [self.hat(words, i + e, s) for e, s in enumerate(self.scales(table, i))]
+    def put(self, values, place=Place.PATCHES):
+        """16 accumulators of the warp's rows and channels, [8 columns][row half][2], for `pair`."""
+        cute.arch.sync_warp()
+        for i in range(4):
+            for r in range(2):
+                at = (self.patch_acc ^ (i << 5)) + (r * 1024 + int(place) - int(Place.PATCHES))
+                ptx.sts_v2_f32(at, values[4 * i + 2 * r], values[4 * i + 2 * r + 1])
+        cute.arch.sync_warp()
 
-    def four_beta_k(self, i):
-        """beta k^ of tokens i to i + 3."""
-        return [ptx.mul(b, k) for b, k in zip(self.four(Table.BETA, i), self.four_hats(self.k, Table.RSTD + 256, i))]
+    def four(self, table, i):
+        """The lane's tokens i to i + 3 in a table of the chunk's rows; None, for `hat`, where they are not normalised."""
+        if int(table) != int(Table.BETA) and not self.variant.l2norm:
+            return [None] * 4
+        return ptx.lds_v4_f32(self.rows_table + (int(table) + 4 * i))
+
+    def eight(self, table):
+        """The lane's tokens in a table of the chunk's rows."""
+        return [*ptx.lds_v4_f32(self.rows_table + int(table)), *ptx.lds_v4_f32(self.rows_table + int(table) + 16)]
+
+    def hat(self, word, scale):
+        """q^ or k^ of a token, a pair; scale: of this token."""
+        pair = ptx.unpack_bf16x2(word)
+        return pair if scale is None else tuple(ptx.mul(x, scale) for x in pair)
+
+    def band_decay(self, band):
+        """Decay of a whole band, of the lane's channels."""
+        return ptx.lds_v2_f32(self.channel_table + Table.BAND + band * 512)
+
+    def other(self, x):
+        """x of the lane with the band's other tokens."""
+        return _shuffle_f32(x, Int32(16))
 
     @cute.jit
-    def to_columns(self, acc):
-        """Bring 16 accumulators of the warp's rows and channels into its patch, for `from_patch`."""
-        cute.arch.sync_warp()
-        for kk in cutlass.range_constexpr(2):
-            self.to_half_patch(kk, [acc[8 * kk + e] for e in range(8)])
-        cute.arch.sync_warp()
-
-    def to_half_patch(self, kk, acc):
-        """The accumulators of 16 channels; warp barriers before and after."""
-        for n in range(2):
-            for r in range(2):
-                ptx.sts_v2_f32((self.patch_acc ^ ((2 * kk + n) << 5)) + r * 1024, acc[4 * n + 2 * r], acc[4 * n + 2 * r + 1])
-
-    def from_patch(self, i):
-        """Token i of what `to_columns` left."""
-        return ptx.lds_f32(self.patch_at(i))
-
-    def patch_at(self, i):
-        return (self.patch_column ^ ((i & 3) << 5)) + i * 128
+    def mask(self, values, filler: cutlass.Constexpr):
+        """Replace values of tokens past the sequence's end."""
+        if self.rows < CHUNK:
+            for i in cutlass.range_constexpr(COUNT):
+                values[i] = _keep_less(Int32(i // 2), self.rows_half, values[i], Float32(filler))
 
     # ---- decays and images, from g, q and k
     def load(self, gate_scale, a_log, bias):
-        """a, q and k of the lane's tokens; then the images of q and k, and the band's decay."""
+        """a, and q and k as words."""
         gate = GATES[self.variant.gate](1.0)
-        rate = None
-        gate_bias = None
+        rate, biases = None, [None, None]
         if gate.has_tables:
-            rate, (gate_bias,) = gate.tables(a_log, [bias])
+            rate, biases = gate.tables(a_log, bias)
         constant = gate.constant(gate_scale)
-        g = self.loads.g_column(self.args, self.memory, self.coord)
-        self.a = []
+        g = self.load_g()
         for i in range(0, TOKENS, 2):
-            y = gate.log2_decay(g[i : i + 2], rate, gate_bias, constant)
-            self.a += [ptx.less_f32(i + e, self.rows_band, ptx.ex2(y[e]), 1.0) for e in range(2)]
-        self.q, self.k = (self.load_words(self.memory.base + place + self.column) for place in (Place.Q, Place.K))
+            for c in range(2):
+                y = gate.log2_decay([g[i][c], g[i + 1][c]], rate, biases[c], constant)
+                for e in range(2):
+                    self.a[2 * (i + e) + c] = ptx.ex2(y[e])
+        self.mask(self.a, 1.0)
+        self.q, self.k = ([ptx.lds_b32(self.image_at(i) + int(at)) for i in range(TOKENS)] for at in (Place.Q, Place.K))
 
-    def load_words(self, at):
-        """Pairs of tokens of the lane's channel; zeros past the end."""
-        words = []
-        for i in range(0, TOKENS, 2):
-            x, y = (ptx.lds_b16((at ^ (((i + e) & 7) << 4)) + (i + e) * 128) for e in range(2))
-            words.append(ptx.less_b32(i, self.rows_band, x, 0) | ptx.less_b32(i + 1, self.rows_band, y << 16, 0))
-        return words
+    def load_g(self):
+        if self.loads.wide_gate:
+            g = [ptx.lds_v2_f32((self.patch_pair ^ (i << 4)) + i * 128) for i in range(TOKENS)]
+            cute.arch.sync_warp()  # read before the patch is written
+            return g
+        return [ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(Place.K_NEXT))) for i in range(TOKENS)]
 
-    def write_images(self):
-        """q_row, k_row and k_next over q, k and g: all of the tile that this warp alone has read."""
-        cute.arch.sync_warp()
-        base = self.memory.base + self.column
-        at = lambda place, t: (base ^ ((t & 7) << 4)) + t * 128 + place  # noqa: E731
-        for i, r in self.upwards():
-            q, bk = self.four_hats(self.q, Table.RSTD, i), self.four_beta_k(i)
-            for e in range(4):
-                word = ptx.pack_bf16x2(ptx.mul(q[e], r[e]), ptx.mul(bk[e], r[e]))
-                ptx.sts_b16(at(Place.Q, i + e), word)
-                ptx.sts_b16(at(Place.K, i + e), word >> 16)
-        ptx.sts_f32(self.memory.table(Table.BAND) + self.coord.band * 512 + self.coord.channel * 4, r[3])
-        for i, n in self.downwards():
-            k = self.four_hats(self.k, Table.RSTD + 256, i)
-            for e in range(0, 4, 2):
-                word = ptx.pack_bf16x2(ptx.mul(k[e], n[e]), ptx.mul(k[e + 1], n[e + 1]))
-                ptx.sts_b16(at(Place.K_NEXT, i + e), word)
-                ptx.sts_b16(at(Place.K_NEXT, i + e + 1), word >> 16)
+    def find_decays(self):
+        """`lo`, `hi`; the band's decay to its table."""
+        whole = [self.a[0], self.a[1]]
+        for i in range(2, COUNT):
+            whole[i % 2] = ptx.mul(whole[i % 2], self.a[i])
+        theirs = [self.other(x) for x in whole]
+        self.lo = [ptx.less_f32(self.h, 1, 1.0, x) for x in theirs]
+        self.hi = [ptx.less_f32(self.h, 1, x, 1.0) for x in theirs]
+        at = self.channel_table + Table.BAND + self.coord.band * 512
+        ptx.sts_v2_f32(at, *(ptx.mul(x, y) for x, y in zip(whole, theirs)))
+
+    def write_row_images(self):
+        """q_row and k_row over q and k, the same without `lo` to the level images. Each lane over its own."""
+        p = [Float32(1.0)] * 2
+        for i in range(TOKENS):
+            if i % 4 == 0:
+                q_scale, k_scale, beta = self.four(Table.RSTD, i), self.four(K_RSTD, i), self.four(Table.BETA, i)
+            p = [self.a[c] if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
+            at = self.image_at(i)
+            x = [ptx.mul(y, p[c]) for c, y in enumerate(self.hat(self.q[i], q_scale[i % 4]))]
+            ptx.sts_b32(at + int(Place.Q), ptx.pack_bf16x2(*(ptx.mul(x[c], self.lo[c]) for c in range(2))))
+            _sts_b32_less(self.level_at(i), ptx.pack_bf16x2(*x), Int32(0), self.h)
+            x = [ptx.mul(ptx.mul(y, beta[i % 4]), p[c]) for c, y in enumerate(self.hat(self.k[i], k_scale[i % 4]))]
+            ptx.sts_b32(at + int(Place.K), ptx.pack_bf16x2(*(ptx.mul(x[c], self.lo[c]) for c in range(2))))
+            ptx.sts_b32(self.level_at(i) + 1024, ptx.pack_bf16x2(*x))
+
+    def write_next_image(self):
+        """k_next over g, without `hi` to the level images."""
+        n = None
+        for i in range(TOKENS - 1, -1, -1):
+            if i % 4 == 3:
+                k_scale = self.four(K_RSTD, i - 3)
+            x = self.hat(self.k[i], k_scale[i % 4])
+            if n is not None:
+                x = [ptx.mul(x[c], n[c]) for c in range(2)]
+            n = [self.a[2 * i + c] if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
+            ptx.sts_b32(self.image_at(i) + int(Place.K_NEXT), ptx.pack_bf16x2(*(ptx.mul(x[c], self.hi[c]) for c in range(2))))
+            _sts_b32_less(self.level_at(i), ptx.pack_bf16x2(*x), self.h, Int32(1))
+
+    def level_at(self, i):
+        """Address of the lane's pair of token i in the first level image: bf16, 16 rows of 64 bytes, in the patch. Its rows 0 to
+        7 are k^ N, its rows 8 to 15 q^ P; those of the second one, 1024 bytes behind it, beta k^ P."""
+        return (self.level ^ ((i >> 1) << 4)) + i * 64
 
     def find_band_decays(self):
-        """Decays of all bands before this one, of all bands behind it; dG begins with D C0 s_x."""
-        before, behind, whole = Float32(1.0), Float32(1.0), Float32(1.0)
+        """Decays of all bands before this one, of all bands behind it."""
+        self.before, self.behind = [Float32(1.0)] * 2, [Float32(1.0)] * 2
         for b in range(BANDS):
             t = self.band_decay(b)
-            before = ptx.mul(before, ptx.less_f32(b, self.coord.band, t, 1.0))
-            behind = ptx.mul(behind, ptx.less_f32(self.coord.band, b, t, 1.0))
-            whole = ptx.mul(whole, t)
-        c0 = Float32(0.0)
-        for part in range(4):
-            c0 = c0 + ptx.lds_f32(self.memory.table(Table.C0) + part * 512 + self.coord.channel * 4)
-        self.before, self.behind = before, behind
+            if b < BANDS - 1:
+                self.before = [ptx.mul(x, ptx.less_f32(b, self.coord.band, y, 1.0)) for x, y in zip(self.before, t)]
+            if b > 0:
+                self.behind = [ptx.mul(x, ptx.less_f32(self.coord.band, b, y, 1.0)) for x, y in zip(self.behind, t)]
+
+    # ---- between the halves of the band
+    def add_level(self):
+        """Z = Y8_q in lanes of the second half, -Y8_c in those of the first; kr = Y8_k; dG."""
+        coord = self.coord
+        at = self.patch + (coord.lane & 7) * 64 + (((coord.lane >> 3) ^ ((coord.lane & 7) >> 1)) << 4)
+        columns, q, k = (ptx.ldmatrix_x4_trans(at + offset) for offset in (0, 512, 1536))
+        words = [[ptx.lds_b32(self.level_at(i) + which * 1024) for i in range(TOKENS)] for which in range(2)]
+        pairs = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
+        a0, m0, a1, m1 = ptx.lds_v4_f32(pairs + (8 + coord.group) * DIAGONAL_PITCH + coord.quad * 16)
+        lead, d_m = ptx.pack_bf16x2(a0, a1), ptx.pack_bf16x2(m0, m1)
+        rest = ptx.rest_bf16x2(a0, a1, lead)
+        minus = [ptx.movmatrix(x) ^ Int32(-0x7FFF8000) for x in (lead, rest, d_m)]
+        none = Int32(0)
+        first, second = [], []
+        for n in range(4):
+            rows = ptx.mma_bf16_k8([d_m, lead], columns[n], [Float32(0.0)] * 4)
+            rows = ptx.mma_bf16_k8([none, rest], columns[n], rows)
+            y = ptx.mma_bf16([minus[0], none, minus[2], none], [q[n], k[n]], [Float32(0.0)] * 4)
+            y = ptx.mma_bf16_k8([minus[1], none], q[n], y)
+            first += [y[0], y[1], rows[2], rows[3]]
+            second += [Float32(0.0), Float32(0.0), rows[0], rows[1]]
+        for values, target, operands in ((first, self.z, words[0]), (second, self.kr, words[1])):
+            self.put(values)
+            for i in range(TOKENS):
+                pair, operand = self.pair(i), ptx.unpack_bf16x2(operands[i])
+                for c in range(2):
+                    target[2 * i + c] = pair[c]
+                    x = ptx.mul(operand[c], pair[c])
+                    self.dg[2 * i + c] = x if target is self.z else self.dg[2 * i + c] + x
+
+    # ---- after the products
+    def start_rows(self):
+        """dq = Y8_q, like kr to be multiplied by P."""
+        second = ptx.less_f32(self.h, 1, 0.0, 1.0)
+        for i in range(COUNT):
+            self.dq[i] = ptx.mul(second, self.z[i])
+
+    def finish_rows(self):
+        """dq and kr but for what is inside the halves, to the places of S and X."""
+        p = [Float32(1.0)] * 2
         for i in range(TOKENS):
-            self.kc[i] = self.dg[i] = Float32(0.0)
-        # enters every token's d as a part of the last token's dG
-        self.dg[TOKENS - 1] = ptx.less_f32(self.coord.band, BANDS - 1, 0.0, whole * c0 * self.s_x)
+            p = [self.a[c] if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
+            for values, place in ((self.dq, Place.S), (self.kr, Place.X)):
+                self.keep(i, *(ptx.mul(p[c], values[2 * i + c]) for c in range(2)), place)
 
-    # ---- products with the states, in the patch
-    def add_d_q(self):
-        """dQ_: dq += r before scale dQ_, and its part of dG."""
-        factor = self.before * self.args.scale
-        for i, r in self.upwards():
-            q = self.four_hats(self.q, Table.RSTD, i)
-            for e in range(4):
-                x = r[e] * factor * self.from_patch(i + e)
-                self.dq[i + e] = self.dq[i + e] + x
-                self.dg[i + e] = self.dg[i + e] + q[e] * x
+    def start_columns(self):
+        """kc = Y8_c, to be multiplied by N."""
+        first = ptx.less_f32(self.h, 1, -1.0, 0.0)
+        for i in range(COUNT):
+            self.kc[i] = ptx.mul(first, self.z[i])
 
-    def add_x_w(self):
-        """X S^T: kr -= r before s_x (X S^T), and its part of dG."""
-        factor = Float32(0.0) - self.before * self.s_x
-        for i, r in self.upwards():
-            bk = self.four_beta_k(i)
-            for e in range(4):
-                x = r[e] * factor * self.from_patch(i + e)
-                self.kr[i + e] = self.kr[i + e] + x
-                self.dg[i + e] = self.dg[i + e] + bk[e] * x
-
-    def add_d_k_end(self):
-        """dKe: kc += n behind s_x dKe; e, which stays in the patch, and its sum over the band."""
-        factor, total = self.behind * self.s_x, Float32(0.0)
-        for i, n in self.downwards():
-            k = self.four_hats(self.k, Table.RSTD + 256, i)
-            for t in range(3, -1, -1):
-                x = n[t] * factor * self.from_patch(i + t)
-                self.kc[i + t] = self.kc[i + t] + x
-                e = k[t] * x
-                total = total + e
-                ptx.sts_f32(self.patch_at(i + t), e)  # over what this lane alone has read
-        ptx.sts_f32(self.memory.table(Table.E) + self.coord.band * 512 + self.coord.channel * 4, total)
+    def finish_columns(self):
+        """kc with dKe, but for what is inside the halves; e to the place of dS'."""
+        factor = [self.behind[c] * self.s_x for c in range(2)]
+        n = None
+        for i in range(TOKENS - 1, -1, -1):
+            pair, operand = self.pair(i, Place.DS), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(Place.K_NEXT)))
+            x = [factor[c] * pair[c] for c in range(2)]
+            self.keep(i, *(operand[c] * x[c] for c in range(2)), Place.DS)
+            for c in range(2):
+                y = ptx.fma(self.hi[c], x[c], self.kc[2 * i + c])
+                self.kc[2 * i + c] = y if n is None else ptx.mul(n[c], y)
+            n = [self.a[2 * i + c] if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
 
     # ---- between bands
     def tile_address(self, place, band):
@@ -248,235 +288,271 @@ class Columns:
         piece = 4 * (quarter & 1) + (lane >> 4)
         return self.memory.base + place + (quarter >> 1) * 8192 + (16 * band + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4)
 
-    @cute.jit
-    def sum_over_bands_before(self, kk: cutlass.Constexpr, part: cutlass.Constexpr):
-        """Sums over bands c before of P[b, c] kcol(b)[c], P = dA or dM, of 16 channels, to the patch."""
+    def _add_band_before(self, y, part, c, f):
+        """y += P[b, c] kcol(b)[c]; f: None, or the decays between of the fragments' channels."""
         coord = self.coord
-        f, y = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(8, Float32)
-        f[0] = f[1] = Float32(1.0)
-        for i in cutlass.range_constexpr(8):
-            y[i] = Float32(0.0)
-        for step in cutlass.range(coord.band, unroll=1):
-            c = coord.band - 1 - step
-            number = coord.band * (coord.band - 1) // 2 + c
-            p = ptx.ldmatrix_x4(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
-            words = ptx.ldmatrix_x4_trans(self.tile_address(Place.K_NEXT, c) ^ (kk << 5))
-            t_at = self.memory.table(Table.BAND) + c * 512 + coord.quarter * 128 + coord.group * 4 + kk * 64
-            for n in cutlass.range_constexpr(2):
-                b = []
-                for word in words[2 * n : 2 * n + 2]:
-                    x0, x1 = ptx.unpack_bf16x2(word)
-                    b.append(ptx.pack_bf16x2(ptx.mul(x0, f[n]), ptx.mul(x1, f[n])))
-                sums = ptx.mma_bf16(p, b, [y[4 * n + e] for e in range(4)])
-                for e in cutlass.range_constexpr(4):
-                    y[4 * n + e] = sums[e]
-                f[n] = ptx.mul(f[n], ptx.lds_f32(t_at + n * 32))
-        self.to_half_patch(kk, y)
-
-    def add_y(self, target, operands):
-        """Y_q or Y_k, in the patch: target += r Y, dG += row operand Y. operands: a function that makes q^ or beta k^ of four
-        tokens."""
-        for i, r in self.upwards():
-            x = [ptx.mul(y, f) for y, f in zip(operands(i), r)]
-            x = [*round_pair(*x[:2]), *round_pair(*x[2:])]
-            for e in range(4):
-                y = self.from_patch(i + e)
-                target[i + e] = target[i + e] + r[e] * y
-                self.dg[i + e] = self.dg[i + e] + x[e] * y
-
-    def add_y_q(self):
-        """dq = r Y_q, and its part of dG."""
-        self.fresh()
-        self._add_rows_between(int(Part.D_A), self.dq, lambda i: self.four_hats(self.q, Table.RSTD, i))
-
-    def add_y_k(self):
-        """kr = r Y_k, and its part of dG."""
-        self.fresh()
-        self._add_rows_between(int(Part.D_M), self.kr, self.four_beta_k)
+        number = (coord.band * (coord.band - 1) >> 1) + c
+        p = ptx.ldmatrix_x4(block_address(self.memory.base + Place.V + int(part) + number * BLOCK, coord.lane))
+        at = self.tile_address(Place.K_NEXT, c)
+        for kk in range(2):
+            words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
+            for n in range(2):
+                b = list(words[2 * n : 2 * n + 2])
+                o = 8 * kk + 4 * n
+                if f is not None:
+                    b = [ptx.pack_bf16x2(*(ptx.mul(x, f[2 * kk + n]) for x in ptx.unpack_bf16x2(word))) for word in b]
+                sums = ptx.mma_bf16(p, b, [Float32(0.0)] * 4 if f is None else [y[o + e] for e in range(4)])
+                for e in range(4):
+                    y[o + e] = sums[e]
 
     @cute.jit
-    def _add_rows_between(self, part: cutlass.Constexpr, target, operands: cutlass.Constexpr):
-        for i in cutlass.range_constexpr(TOKENS):
-            target[i] = Float32(0.0)
+    def sum_over_bands_before(self, y, part: cutlass.Constexpr):
+        """y = sum over bands c before of P[b, c] kcol(b)[c], P = dA or dM."""
+        coord = self.coord
+        f = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            f[i] = Float32(1.0)
+        self._add_band_before(y, part, coord.band - 1, None)
+        for step in cutlass.range(coord.band - 1, unroll=1):
+            c = coord.band - 2 - step
+            at = self.memory.table(Table.BAND) + (c + 1) * 512 + coord.quarter * 128 + coord.group * 4
+            for i in cutlass.range_constexpr(4):
+                f[i] = ptx.mul(f[i], ptx.lds_f32(at + i * 32))
+            self._add_band_before(y, part, c, f)
+
+    @cute.jit
+    def add_rows_between(self, target, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
+        """Y = Y_q or Y_k, with the product with the state in `place`: target += lo (factor before product + Y); dG."""
+        factors = [factor * self.before[c] for c in range(2)]
         if self.coord.band > 0:
-            cute.arch.sync_warp()
-            for kk in cutlass.range_constexpr(2):
-                self.sum_over_bands_before(kk, part)
-            cute.arch.sync_warp()
-            self.add_y(target, operands)
+            y = cute.make_rmem_tensor(COUNT, Float32)
+            self.sum_over_bands_before(y, part)
+            self.put(y)
+            self._add_y(target, image, place, factors, True)
+        else:
+            self._add_y(target, image, place, factors, False)
+
+    def _add_y(self, target, image, place, factors, between):
+        for i in range(TOKENS):
+            x, operand = self.pair(i, place), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(image)))
+            y = self.pair(i) if between else None
+            for c in range(2):
+                u = ptx.fma(factors[c], x[c], y[c]) if between else factors[c] * x[c]
+                target[2 * i + c] = ptx.fma(self.lo[c], u, target[2 * i + c])
+                self.dg[2 * i + c] = ptx.fma(operand[c], u, self.dg[2 * i + c])
+
+    def _columns_of(self, y, b):
+        """y = Y_c(b)."""
+        coord = self.coord
+        number = (b * (b - 1) >> 1) + coord.band
+        for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
+            w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + int(part) + number * BLOCK, coord.lane))
+            p = [w[0], w[2], w[1], w[3]]
+            at = self.tile_address(place, b)
+            for kk in range(2):
+                words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
+                for n in range(2):
+                    o = 8 * kk + 4 * n
+                    start = [Float32(0.0)] * 4 if part == Part.D_A else [y[o + e] for e in range(4)]
+                    sums = ptx.mma_bf16(p, words[2 * n : 2 * n + 2], start)
+                    for e in range(4):
+                        y[o + e] = sums[e]
+
+    def _add_y_c(self, f):
+        """kc += hi between Y_c, to be multiplied by N; dG. f: None, or the decays between."""
+        factor = self.hi if f is None else [ptx.mul(self.hi[c], f[c]) for c in range(2)]
+        for i in range(TOKENS):
+            pair, operand = self.pair(i), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(Place.K_NEXT)))
+            if f is not None:
+                operand = ptx.unpack_bf16x2(ptx.pack_bf16x2(*(ptx.mul(operand[c], f[c]) for c in range(2))))
+            for c in range(2):
+                self.kc[2 * i + c] = ptx.fma(factor[c], pair[c], self.kc[2 * i + c])
+                self.dg[2 * i + c] = self.dg[2 * i + c] - operand[c] * pair[c]
 
     @cute.jit
     def add_columns_between(self):
-        """kc = sum over bands b behind of n between Y_c(b); its part of dG, less what `add_in_band` takes off for all of kc."""
+        """kc += hi sum over bands b behind of between Y_c(b), to be multiplied by N; dG."""
         coord = self.coord
-        f = cute.make_rmem_tensor(1, Float32)
-        f[0] = Float32(1.0)
-        for b in cutlass.range(coord.band + 1, BANDS, unroll=1):
-            number = b * (b - 1) // 2 + coord.band
-            cute.arch.sync_warp()
-            for kk in cutlass.range_constexpr(2):
-                y = [Float32(0.0)] * 8
-                for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
-                    w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + part + number * BLOCK, coord.lane))
-                    words = ptx.ldmatrix_x4_trans(self.tile_address(place, b) ^ (kk << 5))
-                    y = [
-                        x
-                        for n in range(2)
-                        for x in ptx.mma_bf16([w[0], w[2], w[1], w[3]], words[2 * n : 2 * n + 2], y[4 * n : 4 * n + 4])
-                    ]
-                self.to_half_patch(kk, y)
-            cute.arch.sync_warp()
-            self._add_y_c(f[0])
-            f[0] = ptx.mul(f[0], self.band_decay(b))
+        if coord.band < BANDS - 1:
+            y = cute.make_rmem_tensor(COUNT, Float32)
+            self._columns_of(y, coord.band + 1)
+            self.put(y)
+            self._add_y_c(None)
+            f = cute.make_rmem_tensor(2, Float32)
+            f[0] = Float32(1.0)
+            f[1] = Float32(1.0)
+            for b in cutlass.range(coord.band + 2, BANDS, unroll=1):
+                t = self.band_decay(b - 1)
+                for c in cutlass.range_constexpr(2):
+                    f[c] = ptx.mul(f[c], t[c])
+                self._columns_of(y, b)
+                self.put(y)
+                self._add_y_c([f[0], f[1]])
 
-    def _add_y_c(self, f):
-        for i, n in self.downwards():
-            k = self.four_hats(self.k, Table.RSTD + 256, i)
-            x = [ptx.mul(y, m) for y, m in zip(k, n)]
-            x = [ptx.mul(y, f) for y in (*round_pair(*x[:2]), *round_pair(*x[2:]))]  # of k_next
-            x = [*round_pair(*x[:2]), *round_pair(*x[2:])]
-            for t in range(3, -1, -1):
-                y, exact = self.from_patch(i + t), n[t] * f
-                self.kc[i + t] = self.kc[i + t] + exact * y
-                self.dg[i + t] = self.dg[i + t] + (k[t] * exact - x[t]) * y
+    # ---- inside the half
+    def pairs(self, i, count):
+        """(dA, dM) of token i and of tokens 0 to count - 1 of its half."""
+        words = [ptx.lds_v4_f32(self.diagonal + (i * DIAGONAL_PITCH + 16 * j)) for j in range((count + 1) // 2)]
+        return [words[j // 2][2 * (j % 2) : 2 * (j % 2) + 2] for j in range(count)]
 
-    # ---- inside the band
-    def words_at(self, place, i):
-        """Address of the lane's word i of 8 in a tile whose image is no longer needed."""
-        return self.words + (int(place) + i * 128)
-
-    def kr_at(self, i):
-        return self.words_at(Place.Q if i < 8 else Place.K, i % 8)
-
-    def add_in_band(self):
-        """All pairs j < i of the band, in fp32; then the diagonal, sums for dbeta and for dq, and dk but for dKe, in kc."""
-        coord, a = self.coord, self.a
-        at = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
-        k = [x for i in range(0, TOKENS, 4) for x in self.four_hats(self.k, Table.RSTD + 256, i)]
-        # registers are short here: k itself, dG and kr wait in shared memory, each lane's own
-        for i, word in enumerate(self.k):
-            ptx.sts_b32(self.words_at(Place.K_NEXT, i), word)
-        for i in range(TOKENS):
-            ptx.sts_f32(self.patch_column + i * 128, self.dg[i])
-            ptx.sts_f32(self.kr_at(i), self.kr[i])
+    def add_rows_inside(self):
+        """Pairs j < i of the half in dq and kr, the diagonal; sums for dbeta and of dq q. kr enters kc."""
+        decayed = []
+        k_sums, q_sums = [], []
         for i in range(TOKENS):
             if i % 4 == 0:
-                q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
-            q, bk = self.hat(self.q, i, q_scale[i % 4]), ptx.mul(beta[i % 4], k[i])
-            pairs, f = {}, a[i]
-            dq = dk = Float32(0.0)
-            for j in range(i - 1, -1, -1):
-                if j // 2 not in pairs:
-                    pairs = {j // 2: ptx.lds_v4_f32(at + i * DIAGONAL_PITCH + j // 2 * 16)}
-                d_a, d_m = pairs[j // 2][2 * (j % 2) : 2 * (j % 2) + 2]
-                fk = f * k[j]
-                dq = ptx.fma(d_a, fk, dq)
-                dk = ptx.fma(d_m, fk, dk)
-                self.kc[j] = ptx.fma(f, ptx.fma(d_m, bk, d_a * q), self.kc[j])
-                if j > 0:
-                    f = ptx.mul(f, a[j])
+                q_scale, k_scale, beta = self.four(Table.RSTD, i), self.four(K_RSTD, i), self.four(Table.BETA, i)
+            m = self.pairs(i, i + 1)
+            q, k = self.hat(self.q[i], q_scale[i % 4]), self.hat(self.k[i], k_scale[i % 4])
+            dq, kr = self.pair(i, Place.S), self.pair(i, Place.X)
+            k_sum = q_sum = None
+            for c in range(2):
+                o = 2 * i + c
+                p, r = dq[c], kr[c]
+                if i > 0:
+                    x = y = None
+                    for j in range(i):
+                        z = decayed[2 * j + c] = ptx.mul(decayed[2 * j + c], self.a[o])
+                        x = ptx.mul(m[j][0], z) if x is None else ptx.fma(m[j][0], z, x)
+                        y = ptx.mul(m[j][1], z) if y is None else ptx.fma(m[j][1], z, y)
+                    self.dg[o] = ptx.fma(q[c], x, ptx.fma(ptx.mul(beta[i % 4], k[c]), y, self.dg[o]))
+                    p, r = p + x, r + y
+                decayed.append(k[c])
+                p = self.dq[o] = ptx.fma(m[i][0], k[c], p)
+                self.kc[o] = ptx.fma(beta[i % 4], r, ptx.fma(m[i][0], q[c], self.kc[o]))
+                k_sum = k[c] * r if c == 0 else ptx.fma(k[c], r, k_sum)
+                q_sum = q[c] * p if c == 0 else ptx.fma(q[c], p, q_sum)
+            k_sums.append(k_sum)
+            q_sums.append(q_sum)
+        self.store_row_sum(Table.DOT_BETA, k_sums)
+        if self.normalises:
+            self.store_row_sum(Table.DOT_Q, q_sums)
+
+    def add_columns_inside(self):
+        """Pairs j < i of the half in kc and dG; sums of dk k."""
+        sums = [None] * COUNT
+        dots = [None] * TOKENS
+        for i in range(TOKENS - 1, -1, -1):
+            if i % 4 == 3:
+                q_scale, k_scale, beta = (self.four(t, i - 3) for t in (Table.RSTD, K_RSTD, Table.BETA))
+            k = self.hat(self.k[i], k_scale[i % 4])
+            for c in range(2):
+                o = 2 * i + c
+                if i < TOKENS - 1:
+                    self.kc[o] = self.kc[o] + sums[o]
+                    self.dg[o] = self.dg[o] - k[c] * sums[o]
+                dots[i] = k[c] * self.kc[o] if c == 0 else ptx.fma(k[c], self.kc[o], dots[i])
             if i > 0:
-                self.dq[i] = self.dq[i] + dq
-                ptx.sts_f32(self.kr_at(i), ptx.lds_f32(self.kr_at(i)) + dk)
-                dg = self.patch_column + i * 128
-                ptx.sts_f32(dg, ptx.fma(q, dq, ptx.fma(bk, dk, ptx.lds_f32(dg))))
-        for i in range(TOKENS):
-            dg = self.patch_column + i * 128
-            ptx.sts_f32(dg, ptx.lds_f32(dg) - k[i] * self.kc[i])
-        self.fresh()
-        for i in range(TOKENS):
-            self.kr[i] = ptx.lds_f32(self.kr_at(i))
-        total = row_sums([k[i] * self.kr[i] for i in range(TOKENS)], coord.lane)
-        self.store_row_sum(Table.DOT_BETA, total)
-        for i in range(TOKENS):
-            if i % 4 == 0:
-                q_scale, beta = self.scales(Table.RSTD, i), self.four(Table.BETA, i)
-            diagonal = ptx.lds_f32(at + i * DIAGONAL_PITCH + i * 8)
-            self.kc[i] = ptx.fma(beta[i % 4], self.kr[i], ptx.fma(diagonal, self.hat(self.q, i, q_scale[i % 4]), self.kc[i]))
-            self.dq[i] = ptx.fma(diagonal, k[i], self.dq[i])
-        self.fresh()
-        self.share_dot(Table.DOT_Q, self.dq, self.q, Table.RSTD)
-        self.k = [ptx.lds_b32(self.words_at(Place.K_NEXT, i)) for i in range(TOKENS // 2)]
-        for i in range(TOKENS):
-            self.dg[i] = ptx.lds_f32(self.patch_column + i * 128)
+                q, m = self.hat(self.q[i], q_scale[i % 4]), self.pairs(i, i)
+                for c in range(2):
+                    beta_k = ptx.mul(beta[i % 4], k[c])
+                    for j in range(i):
+                        o = 2 * j + c
+                        x = ptx.mul(m[j][0], q[c]) if sums[o] is None else ptx.fma(m[j][0], q[c], sums[o])
+                        sums[o] = ptx.mul(ptx.fma(m[j][1], beta_k, x), self.a[2 * i + c])
+        if self.normalises:
+            self.store_row_sum(Table.DOT_K, dots)
 
-    def store_row_sum(self, table, total):
-        """What row_sums returned, to the quarter's part of a table."""
+    @property
+    def normalises(self):
+        """Whether the gradients go through the normalisation here."""
+        return self.variant.l2norm and not self.schedule.grouped
+
+    def store_row_sum(self, table, values):
+        """Sums over the quarter's channels of a value per token, to the quarter's part of a table."""
         at = self.memory.table(table) + self.coord.quarter * 256 + self.coord.band * 64
-        ptx.sts_f32(at + (self.coord.lane >> 1) * 4, total)
+        ptx.sts_f32(at + (self.coord.lane >> 1) * 4, row_sums(values, self.coord.lane))
 
     # ---- sums that other warps need
     def share_sums(self):
-        """The sum of dG over the band; dk . k^."""
-        total = self.dg[0]
-        for i in range(1, TOKENS):
-            total = total + self.dg[i]
-        ptx.sts_f32(self.memory.table(Table.D_G) + self.coord.band * 512 + self.coord.channel * 4, total)
-        self.share_dot(Table.DOT_K, self.kc, self.k, Table.RSTD + 256)
-
-    def share_dot(self, table, gradient, words, norms):
-        """The quarter's part of dq . q^ or dk . k^ by rows."""
-        if self.variant.l2norm and not self.schedule.grouped:
-            products = []
-            for i in range(0, TOKENS, 4):
-                products += [gradient[i + e] * x for e, x in enumerate(self.four_hats(words, norms, i))]
-            self.store_row_sum(table, row_sums(products, self.coord.lane))
+        """e into registers; sums of dG and e over the band, to the warp's patch."""
+        self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
+        cute.arch.sync_warp()  # the patch has been read
+        self.others = []
+        for which, values in ((Sums.D_G, self.dg), (Sums.E, self.e)):
+            totals = []
+            for c in range(2):
+                total = values[c]
+                for i in range(1, TOKENS):
+                    total = total + values[2 * i + c]
+                totals.append(total)
+            others = [self.other(x) for x in totals]
+            ptx.sts_v2_f32(self.patch + self.p * 8 + int(which), *(x + y for x, y in zip(totals, others)))
+            self.others.append(others)
 
     # ---- results
-    # dq and dk: through the normalisation, or as they are for the host to add up over heads
-    def store_q(self, token, head):
-        self._store_q_or_k(self.args.dq, self.dq, self.q, Table.RSTD, Table.DOT_Q, token, head)
-
-    def store_k(self, token, head):
-        self._store_q_or_k(self.args.dk, self.kc, self.k, Table.RSTD + 256, Table.DOT_K, token, head)
+    @cute.jit
+    def store_q_and_k(self, token, head):
+        """dq and dk: through the normalisation, or as they are for the host to add up over heads."""
+        for out, gradient, words, norms, dots in (
+            (self.args.dq, self.dq, self.q, Table.RSTD, Table.DOT_Q),
+            (self.args.dk, self.kc, self.k, K_RSTD, Table.DOT_K),
+        ):
+            if out != 0:
+                self._store_q_or_k(out, gradient, words, norms, dots, token, head)
 
     def _store_q_or_k(self, out, gradient, words, norms, dots, token, head):
-        dtype, values = "fp32", [gradient[i] for i in range(TOKENS)]
-        if not self.schedule.grouped:
-            dtype = "bf16"
-            if self.variant.l2norm:
-                for i in range(0, TOKENS, 4):
-                    parts = [self.four(dots + 256 * quarter, i) for quarter in range(4)]
-                    for e, scale in enumerate(self.four(norms, i)):
-                        dot = (parts[0][e] + parts[1][e]) + (parts[2][e] + parts[3][e])
-                        x = self.hat(words, i + e, scale)
-                        values[i + e] = (values[i + e] - dot * x) * scale
-        self.store_if_wanted(out, values, dtype, token, head)
+        dtype, values = "fp32" if self.schedule.grouped else "bf16", [gradient[i] for i in range(COUNT)]
+        if self.normalises:
+            parts = [self.eight(int(dots) + 256 * quarter) for quarter in range(4)]
+            scales = self.eight(norms)
+            for i in range(TOKENS):
+                dot = (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i])
+                minus = Float32(0.0) - dot * scales[i]
+                for c, x in enumerate(ptx.unpack_bf16x2(words[i])):
+                    values[2 * i + c] = ptx.mul(ptx.fma(minus, x, values[2 * i + c]), scales[i])
+        self.store_values(out, values, dtype, token, head)
 
     def store_values(self, out, values, dtype, token, head):
-        """16 tokens of the lane's channel of a gradient [tokens, heads, 128]."""
+        """The lane's part of a gradient [tokens, heads, 128]."""
         size = 4 if dtype == "fp32" else 2
-        pitch = Int64(self.args.heads) * (128 * size)
-        row = Int64(token + TOKENS * self.coord.band) * self.args.heads + head
-        at = out + row * (128 * size) + Int64(self.coord.channel * size)
-        store_column(at, pitch, values, dtype, self.rows_band)
+        row = Int64(token + 16 * self.coord.band + 8 * self.h) * self.args.heads + head
+        at = out + row * (128 * size) + Int64((self.coord.quarter * 32 + 2 * self.p) * size)
+        store_pairs(at, self.args.heads * (128 * size), values, dtype, self.rows_half)
 
     def store_gate(self, g, a_log, bias, token, head):
-        """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log to the patch."""
+        """dg; the sums over the band's tokens of the gradients of dt_bias and of A_log, to the warp's patch. g: pairs."""
         coord = self.coord
-        run, prefix = Float32(0.0), Float32(0.0)
-        at = self.memory.base + Place.TABLES + coord.channel * 4
+        run, prefix = [], []
+        decay = [self.band_decay(b) for b in range(BANDS)]
+        c0 = [ptx.lds_v2_f32(self.channel_table + Table.C0 + part * 512) for part in range(4)]
+        for c in range(2):
+            whole = ptx.mul(ptx.mul(decay[0][c], decay[1][c]), ptx.mul(decay[2][c], decay[3][c]))
+            run.append(whole * ((c0[0][c] + c0[1][c]) + (c0[2][c] + c0[3][c])) * self.s_x)
+            prefix.append(ptx.less_f32(self.h, 1, 0.0, self.others[1][c]))
+            run[c] = run[c] + ptx.less_f32(self.h, 1, self.others[0][c], 0.0)
+        at = self.memory.base + Place.PATCHES + coord.quarter * (BANDS * PATCH) + self.p * 8
         for b in range(BANDS):
-            run = run + ptx.less_f32(coord.band, b, ptx.lds_f32(at + Table.D_G + b * 512), 0.0)
-            prefix = prefix + ptx.less_f32(b, coord.band, ptx.lds_f32(at + Table.E + b * 512), 0.0)
-        d = [None] * TOKENS
-        for i in range(TOKENS - 1, -1, -1):
-            run = run + self.dg[i]
-            d[i] = run
-        gradient = GRADIENTS[self.variant.gate](bias, a_log, self.args.gate_scale)
-        bias_sum, a_log_sum = Float32(0.0), Float32(0.0)
-        for i in range(TOKENS):
-            d[i], d_a_log = gradient(g[i], d[i] + prefix)
-            prefix = prefix + self.from_patch(i)
-            bias_sum = bias_sum + ptx.less_f32(i, self.rows_band, d[i], 0.0)
-            a_log_sum = a_log_sum + ptx.less_f32(i, self.rows_band, d_a_log, 0.0)
+            if b > 0:
+                x = ptx.lds_v2_f32(at + (b * PATCH + int(Sums.D_G)))
+                run = [run[c] + ptx.less_f32(coord.band, b, x[c], 0.0) for c in range(2)]
+            if b < BANDS - 1:
+                x = ptx.lds_v2_f32(at + (b * PATCH + int(Sums.E)))
+                prefix = [prefix[c] + ptx.less_f32(b, coord.band, x[c], 0.0) for c in range(2)]
+        for i in range(COUNT - 1, -1, -1):
+            run[i % 2] = run[i % 2] + self.dg[i]
+            self.dg[i] = run[i % 2]
+        for i in range(COUNT):
+            self.dg[i] = self.dg[i] + prefix[i % 2]
+            if i < COUNT - 2:
+                prefix[i % 2] = prefix[i % 2] + self.e[i]
+        self.mask(self.dg, 0.0)
+        gradients = [GRADIENTS[self.variant.gate](bias[c], a_log, self.args.gate_scale) for c in range(2)]
+        sums = [[Float32(0.0)] * 2, [Float32(0.0)] * 2]
+        d = []
+        for i in range(COUNT):
+            x, y = gradients[i % 2](g[i // 2][i % 2], self.dg[i])
+            d.append(x)
+            for which, z in enumerate((x, y)):
+                sums[which][i % 2] = sums[which][i % 2] + z
         self.store_if_wanted(self.args.dg, d, self.variant.gate_dtype, token, head)
-        cute.arch.sync_warp()  # e is read
-        at = self.patch_column
-        if self.variant.dt_bias is not None:
-            ptx.sts_f32(at + Sums.BIAS, bias_sum)
-        if self.variant.a_log is not None:
-            ptx.sts_f32(at + Sums.A_LOG, a_log_sum)
+        for which, place, wanted in (
+            (0, Sums.BIAS, self.variant.dt_bias is not None),
+            (1, Sums.A_LOG, self.variant.a_log is not None),
+        ):
+            if wanted:
+                total = [x + self.other(x) for x in sums[which]]
+                ptx.sts_v2_f32(self.patch + self.p * 8 + int(place), *total)
 
     @cute.jit
     def store_if_wanted(self, out, values, dtype: cutlass.Constexpr, token, head):

@@ -34,9 +34,9 @@ terms to fp32: each pair of tokens both at or after i has to vanish from d_i. De
 
 Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are zero there.
 
-Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of
-the band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per
-SM works through the pairs block, block + blocks, ...; the last slots go first.
+Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of the
+band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per SM
+works through the pairs block, block + blocks, ...; the last slots go first.
 
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
@@ -45,10 +45,10 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     ------------------------------------------------------------------------------------------------------
     2      dA, dM; a, q, k into registers; images over q, k, g; C0
     ------------------------------------------------------------------------------------------------------
-    3      products between bands; dQ_, X_w
-    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO
+    3      dQ_, X_w; products between bands
+    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO, q, k, g
     4      inside the bands; dKe; sums
-    ------------------------------------------------------------------------------------------------------   q, k, g, v, dS', V'
+    ------------------------------------------------------------------------------------------------------   dS', V', v
     5      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
     6      sums for dt_bias and A_log
@@ -74,6 +74,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     Full,
     Info,
     Memory,
+    Part,
     Place,
     Sums,
     Table,
@@ -163,14 +164,15 @@ class LocalGradients:
                 for i in cutlass.range_constexpr(len(Full)):
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
             cute.arch.mbarrier_init_fence()
-            ptx.sts_f32(memory.table(Table.ONE), Float32(1.0))
             block, _, _ = cute.arch.block_idx()
             self.loads.find(args, memory, n, block)
             cute.arch.sync_warp()
             self.loads.load_early(args, memory, n)
             self.loads.load_rows(args, memory, n)
             self.loads.load_late(args, memory, n)
-            self.loads.load_gate(args, memory, n)
+            self.loads.load_v(args, memory, n)
+            if const_expr(self.loads.wide_gate):
+                self.loads.load_gate(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
             self.clear_outside(args, coord.tid)
         cute.arch.sync_threads()
@@ -217,75 +219,72 @@ class LocalGradients:
         ptx.fence_proxy_async()  # X and zeros of dO before the products
         cute.arch.sync_threads()
         # step 2
-        coord = tensors.coord = Coord.read()
         cute.arch.mbarrier_wait(full(Full.LATE), parity)
         cute.arch.mbarrier_wait(full(Full.ROWS), parity)
-        cute.arch.mbarrier_wait(full(Full.GATE), parity)
-        acc, flat = tensors.accumulator()
-        tensors.start_d_a_or_d_m(acc)
-        a_log, bias = self.loads.parameters(args, head, coord.channel)
-        columns = Columns(self.variant, self.schedule, self.loads, args, memory, coord, rows, s_x)
+        if const_expr(self.loads.wide_gate):
+            cute.arch.mbarrier_wait(full(Full.GATE), parity)
+        blocks, _ = tensors.accumulator()
+        tensors.start_d_a_or_d_m(blocks)
+        columns = Columns(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
+        a_log, bias = self.loads.parameters(args, head, columns.coord.quarter * 32 + 2 * columns.p)
         columns.load(args.gate_scale, a_log, bias)
+        columns.find_decays()
+        warpgroup.wait_group(0)
+        tensors.store_blocks(blocks, args.scale, s_x)
+        (acc_q, d_q), (acc_x, x_s), (acc_k, d_k_end) = (tensors.accumulator() for _ in range(3))
+        tensors.start_d_q(acc_q)
+        tensors.start_x_s(acc_x)
+        columns.fresh()
+        columns.write_row_images()
+        tensors.start_d_k_end(acc_k)
+        columns.fresh()
+        columns.write_next_image()
         tensors.sum_s_ds()
         warpgroup.wait_group(0)
-        tensors.store_blocks(acc, args.scale, s_x)
-        columns.write_images()
         cute.arch.sync_threads()
         # step 3
+        columns.fresh()
+        columns.put(d_q, Place.S)
+        columns.put(x_s, Place.X)
+        columns.put(d_k_end, Place.DS)
         columns.find_band_decays()
+        columns.add_level()
         columns.fresh()
+        columns.add_rows_between(columns.kr, int(Part.D_M), int(Place.K), int(Place.X), Float32(0.0) - s_x)
+        columns.fresh()
+        columns.start_rows()
+        columns.start_columns()
+        columns.add_rows_between(columns.dq, int(Part.D_A), int(Place.Q), int(Place.S), args.scale)
+        columns.fresh()
+        columns.finish_rows()
         columns.add_columns_between()
-        columns.add_y_q()
-        acc, flat = tensors.accumulator()
-        tensors.start_d_q(acc)
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
         columns.fresh()
-        columns.add_d_q()
-        columns.add_y_k()
-        acc, flat = tensors.accumulator()
-        tensors.start_x_s(acc)
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
+        columns.finish_columns()
         columns.fresh()
-        columns.add_x_w()
-        ptx.fence_proxy_async()  # what was read and written of them before the next chunk's copies
-        cute.arch.sync_threads()
-        if columns.coord.warp == 0:
-            self.loads.load_early(args, memory, n + 1)
-        # step 4
+        columns.add_rows_inside()
         columns.fresh()
-        columns.add_in_band()
-        columns.fresh()
-        acc, flat = tensors.accumulator()
-        tensors.start_d_k_end(acc)
-        warpgroup.wait_group(0)
-        columns.to_columns(flat)
-        columns.add_d_k_end()
+        columns.add_columns_inside()
         columns.fresh()
         columns.share_sums()
         columns.fresh()
-        ptx.fence_proxy_async()
+        ptx.fence_proxy_async()  # what was read and written of shared memory before the next chunk's copies
         cute.arch.sync_threads()
         if columns.coord.warp == 0:
-            self.loads.load_rows(args, memory, n + 1)
-            if const_expr(not self.loads.wide_gate):
-                self.loads.load_gate(args, memory, n + 1)
+            self.loads.load_early(args, memory, n + 1)
             self.loads.load_late(args, memory, n + 1)
-        # step 5: what would have taken registers since step 1 is read again
-        head, token, columns.rows = (memory.info(n, field) for field in (Info.HEAD, Info.TOKEN, Info.ROWS))
-        rows = columns.rows
-        columns.fresh()
+            self.loads.load_v(args, memory, n + 1)
+            self.loads.load_rows(args, memory, n + 1)
+        # step 4
         coord = columns.coord
-        a_log, bias = self.loads.parameters(args, head, coord.channel)
-        columns.store_q(token, head)
-        g = self.loads.g_again(args, coord, token, rows, head)
-        columns.store_k(token, head)
+        channel = coord.quarter * 32 + 2 * columns.p
+        g = self.loads.g_again(args, token, 16 * coord.band + 8 * columns.h, channel, rows, head)
+        a_log, bias = self.loads.parameters(args, head, channel)
+        columns.store_q_and_k(token, head)
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
         slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
         cute.arch.sync_threads()
-        # step 6
+        # step 5
         self.store_sums(args, memory, coord, slot, head)
         if const_expr(self.loads.wide_gate):
             ptx.fence_proxy_async()
@@ -308,6 +307,11 @@ class LocalGradients:
         if tid < CHUNK:
             ptx.sts_f32(memory.table(Table.BETA) + tid * 4, self.loads.beta(args, token, tid, rows, head))
         cute.arch.mbarrier_wait(full_rows, parity)
+        if rows < CHUNK:
+            for i in cutlass.range_constexpr(8):
+                piece = tid + 256 * i  # of 2048, of q and k
+                if ((piece >> 3) & 63) >= rows:
+                    ptx.sts_v4_b32(memory.base + Place.Q + piece * 16, [Int32(0)] * 4)
         if const_expr(self.variant.l2norm):
             row, quad = tid >> 2, coord.quad
             for place, table in ((Place.Q, Table.RSTD), (Place.K, Table.RSTD + 256)):
@@ -345,8 +349,8 @@ class LocalGradients:
             if const_expr(parameter is not None):
                 channel = coord.tid - HEAD_DIM * which
                 if out != 0 and channel >= 0 and channel < HEAD_DIM:
-                    at = memory.base + Place.PATCHES + (channel >> 5) * (BANDS * PATCH) + sums + (channel & 31) * 4
-                    x = [ptx.lds_f32(at + PATCH * b) for b in range(BANDS)]
+                    at = memory.base + Place.PATCHES + sums + (channel >> 5) * (BANDS * PATCH) + (channel & 31) * 4
+                    x = [ptx.lds_f32(at + b * PATCH) for b in range(BANDS)]
                     ptx.stg_f32(out + row + Int64(channel * 4), (x[0] + x[1]) + (x[2] + x[3]))
 
 

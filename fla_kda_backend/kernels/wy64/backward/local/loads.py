@@ -132,18 +132,22 @@ class Loads:
 
     @cute.jit
     def load_rows(self, args, memory, n):
-        """q and k."""
+        """q, k, and g where it is bf16."""
         if memory.info(n, Info.ROWS) > 0:
             qk_head = memory.info(n, Info.QK_HEAD)
             full = memory.mbarriers + int(Full.ROWS)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES * (2 if self.wide_gate else 3))
             self.rows(args, memory, n, args.q_map, args.coordinates, Tensor.Q, Place.Q, qk_head, full)
             self.rows(args, memory, n, args.k_map, args.coordinates, Tensor.K, Place.K, qk_head, full)
+            if const_expr(not self.wide_gate):
+                self.rows(
+                    args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.K_NEXT, memory.info(n, Info.HEAD), full
+                )
 
     @cute.jit
     def load_late(self, args, memory, n):
-        """dS', V' and v."""
+        """dS' and V'; `load_v` must follow."""
         if memory.info(n, Info.ROWS) > 0:
             head = memory.info(n, Info.HEAD)
             full = memory.mbarriers + int(Full.LATE)
@@ -152,17 +156,24 @@ class Loads:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, size + TILE_BYTES)
                 record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
                 ptx.bulk_load_once(memory.base + Place.DS, record + int(Place.DS), Int32(size), full.toint())
+
+    @cute.jit
+    def load_v(self, args, memory, n):
+        """v."""
+        if memory.info(n, Info.ROWS) > 0:
+            head, full = memory.info(n, Info.HEAD), memory.mbarriers + int(Full.LATE)
             self.rows(args, memory, n, args.v_map, args.coordinates, Tensor.V, Place.V, head, full)
 
     @cute.jit
     def load_gate(self, args, memory, n):
-        """g."""
+        """g, where it is fp32."""
         if memory.info(n, Info.ROWS) > 0:
-            full, head = memory.mbarriers + int(Full.GATE), memory.info(n, Info.HEAD)
-            place = const_expr(Place.PATCHES if self.wide_gate else Place.K_NEXT)
+            full = memory.mbarriers + int(Full.GATE)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, (2 if self.wide_gate else 1) * TILE_BYTES)
-            self.rows(args, memory, n, args.g_map, args.g_coordinates, Tensor.G, place, head, full)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
+            self.rows(
+                args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.PATCHES, memory.info(n, Info.HEAD), full
+            )
 
     # ---- single values
     def beta(self, args, token, row, rows, head):
@@ -172,36 +183,28 @@ class Loads:
         return ptx.less_f32(row, rows, self.beta_form(x), 0.0)
 
     def parameters(self, args, head, channel):
-        """A_log of the head and dt_bias of the channel, 0 where there is none."""
-        a_log, bias = Float32(0.0), Float32(0.0)
+        """A_log of the head and dt_bias of two channels, 0 where there is none."""
+        a_log, bias = Float32(0.0), [Float32(0.0)] * 2
         if self.variant.a_log is not None:
             a_log = read(args.a_log, Int64(head), self.variant.a_log)
         if self.variant.dt_bias is not None:
-            bias = read(args.dt_bias, Int64(head) * HEAD_DIM + Int64(channel), self.variant.dt_bias)
+            at = Int64(head) * HEAD_DIM + Int64(channel)
+            bias = [read(args.dt_bias, at + c, self.variant.dt_bias) for c in range(2)]
         return a_log, bias
 
-    def g_column(self, args, memory, coord):
-        """g of the lane's channel and the 16 tokens of its band, from shared memory."""
-        if self.wide_gate:
-            at = memory.base + Place.PATCHES + coord.quarter * 8192 + coord.band * 2048 + coord.lane * 4
-            return [ptx.lds_f32((at ^ ((i & 7) << 4)) + i * 128) for i in range(16)]
-        at = memory.base + Place.K_NEXT + column_offset(coord)
-        return [ptx.as_f32(ptx.lds_b16((at ^ ((i & 7) << 4)) + i * 128) << 16) for i in range(16)]
-
-    def g_again(self, args, coord, token, rows, head):
-        """The same from global memory; past the end that of the last row."""
-        dtype = self.variant.gate_dtype
-        at = Int64(head) * args.g_head + Int64(coord.channel)
-        values = []
-        for i in range(16):
-            row = 16 * coord.band + i
-            row = ptx.less_b32(row, rows, row, rows - 1)
-            values.append(read(args.g, at + Int64(token + row) * args.g_token, dtype))
-        return values
+    def g_again(self, args, token, row, channel, rows, head):
+        """g of 8 rows from `row` on and two channels, from global memory; past the end that of the last row."""
+        size = ELEMENT_BYTES[self.variant.gate_dtype]
+        at = args.g + (Int64(token) * args.g_token + Int64(head) * args.g_head + Int64(channel)) * size
+        pitch = Int32(args.g_token) * size
+        pairs = []
+        for i in range(8):
+            from_row = _row_address(pitch, cutlass.min(row + i, rows - 1), at)
+            if self.variant.gate_dtype == "fp32":
+                pairs.append(tuple(ptx.as_f32(x) for x in ptx.ldg_nc_v2_b32(from_row)))
+            else:
+                pairs.append(ptx.unpack_bf16x2(ptx.ldg_nc_b32(from_row)))
+        return pairs
 
 
-def column_offset(coord):
-    """Offset, in a bf16 image of 64 rows x 128 channels, of the lane's channel in row 0 of its band. That of row i is this one
-    with its bits 4 to 6 flipped as in i % 8, plus 128 i."""
-    piece = 4 * (coord.quarter & 1) + (coord.lane >> 3)
-    return (coord.quarter >> 1) * 8192 + coord.band * 2048 + (piece << 4) + (coord.lane & 7) * 2
+_row_address = ptx.pure("mad.wide.s32 $0, $1, $2, $3;", "rrl -> l", "address + row * pitch.")

@@ -21,7 +21,6 @@ STATE_HALF = 16384  # 128 keys x 64 values
 BLOCK = 512  # a 16x16 block in bf16
 DIAGONAL_PITCH = 144  # of a row of a 16x16 block of pairs of fp32, of 128 bytes
 DIAGONAL = 16 * DIAGONAL_PITCH
-WORDS = 1024  # 8 words of each lane of a warp
 PATCH = 2048  # fp32, 16 tokens of a band x 32 channels of a quarter
 
 
@@ -35,11 +34,11 @@ class Place(IntEnum):
     V_NEW = V_AT
     X = DV_AT  # dV' at first
     D_OUT = LOCAL_BYTES
-    Q = D_OUT + TILE_BYTES  # then q_row; then, as in K and K_NEXT, WORDS of each warp
+    Q = D_OUT + TILE_BYTES  # then q_row
     K = Q + TILE_BYTES  # then k_row
     K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
     V = K_NEXT + TILE_BYTES  # then dA and dM
-    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last e and Sums
+    PATCHES = V + TILE_BYTES  # one per warp, at quarter * 4 + band; g at first, where it is fp32; at last Sums
     TABLES = PATCHES + 2 * TILE_BYTES
 
 
@@ -55,12 +54,9 @@ class Table(IntEnum):
     """Offsets in TABLES; fp32."""
 
     MBARRIERS = 0
-    ONE = 56  # a 1 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
     BAND = 256  # [4 bands][128]: decay of the whole band
-    D_G = BAND  # later: sums of dG over the band
     C0 = BAND + 2048  # [4 parts][128]: S . dS' over 32 values each
-    E = C0  # later: sums of e over the band
     RSTD = C0 + 2048  # [q, k][64]
     BETA = RSTD + 512  # [64]
     DOT_Q = BETA + 256  # [4 quarters][64]: dq . q
@@ -71,10 +67,12 @@ class Table(IntEnum):
 
 
 class Sums(IntEnum):
-    """Offsets in a patch at the end of a chunk: sums over the band; fp32 [32 channels]."""
+    """Offsets in a warp's patch at the end of a chunk; fp32 [32 channels], sums over the band's tokens."""
 
-    BIAS = 0
-    A_LOG = 128
+    D_G = 0
+    E = 128
+    BIAS = 256
+    A_LOG = 384
 
 
 class Info(IntEnum):
@@ -92,9 +90,9 @@ class Full(IntEnum):
     """mbarriers."""
 
     EARLY = 0  # T, N, S, dV', dO
-    ROWS = 1  # q, k
+    ROWS = 1  # q, k, and g where it is bf16
     LATE = 2  # dS', V', v
-    GATE = 3  # g
+    GATE = 3  # g, where it is fp32
 
 
 INFO_BYTES = 32
@@ -147,8 +145,3 @@ class Coord:
     @property
     def quad(self):
         return self.lane & 3
-
-    @property
-    def channel(self):
-        """The lane's, in the column layout."""
-        return self.quarter * 32 + self.lane

@@ -11,16 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
 
 from fla_kda_backend.kernels import ptx
-from fla_kda_backend.kernels.wy64.backward.local.memory import (
-    BLOCK,
-    DIAGONAL,
-    DIAGONAL_PITCH,
-    HALF_TILE,
-    STATE_HALF,
-    Part,
-    Place,
-    Table,
-)
+from fla_kda_backend.kernels.wy64.backward.local.memory import BLOCK, DIAGONAL, DIAGONAL_PITCH, HALF_TILE, STATE_HALF, Part, Place, Table
 from fla_kda_backend.kernels.wy64.backward.local.stores import stg_v4_below
 from fla_kda_backend.kernels.wy64.prepare.fragments import pack_block, zeros
 
@@ -70,7 +61,7 @@ class Tensors:
         self.dv_new = b_operand(self.rs, image(Place.X, MNSW, (64, 64), (1, 0), 2, HALF_TILE))  # (MMA, 1, 4, half)
 
     def accumulator(self):
-        """Of a 64 x 32 product: the tensor, and its 16 values. Each product has its own: what is in one need not outlive it."""
+        """Of a 64 x 32 product, and its 16 values of this thread."""
         acc = cute.make_rmem_tensor(self.ss.get_slice(self.coord.tid & 127).partition_shape_C((64, 32)), Float32)
         return acc, cute.make_tensor(acc.iterator, cute.make_layout(16))
 
@@ -125,8 +116,8 @@ class Tensors:
 
     @cute.jit
     def find_x(self, args, token, rows, head, s_x, full_v, parity):
-        """X of the warpgroup's value half over dV', dv, and sums of X v; by warpgroups 0 and 1. s_x: factor of X; full_v:
-        mbarrier of v."""
+        """X of the warpgroup's value half over dV', dv, and sums of X v; by warpgroups 0 and 1. s_x: factor of X; full_v: mbarrier
+        of v."""
         if self.coord.quarter < 2:
             row = 16 * self.coord.band + self.coord.group
             beta = [self.loads.beta(args, token, row + 8 * r, rows, head) for r in range(2)]
