@@ -37,19 +37,32 @@ _shuffle_f32 = ptx.ordered("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "
 _sts_b32_less = ptx.ordered(
     "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p st.shared.b32 [$0], $1; }", "rrrr ->", "Store 4 bytes where i < j."
 )
+_lds_volatile_b32 = ptx.ordered("ld.volatile.shared.b32 $0, [$1];", "r -> r", "Load 4 bytes each time.")
 _keep_less = ptx.ordered(
     "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.f32 $0, $3, $4, p; }", "rrff -> f", "less_f32 that stays in its branch."
 )
 
 
-def row_sums(values, lane):
-    """Sums over 16 lanes of 8 values; that of value (lane & 15) / 2 comes to a lane."""
-    for mask in (8, 4, 2):
-        half, side = len(values) // 2, lane & mask
-        kept = [ptx.less_f32(side, 1, values[i], values[i + half]) for i in range(half)]
-        sent = [ptx.less_f32(side, 1, values[i + half], values[i]) for i in range(half)]
-        values = [x + _shuffle_f32(y, Int32(mask)) for x, y in zip(kept, sent)]
-    return values[0] + _shuffle_f32(values[0], Int32(1))
+class RowSums:
+    """Sums over 16 lanes of values that come one by one, 8 of them: that of value `index` comes to a lane."""
+
+    def __init__(self, lane):
+        self.lane, self.waiting = lane, []
+
+    def add(self, x):
+        level = 0
+        while self.waiting and self.waiting[-1][0] == level:
+            y = self.waiting.pop()[1]
+            mask = 8 >> level
+            side = self.lane & mask
+            kept, sent = ptx.less_f32(side, 1, y, x), ptx.less_f32(side, 1, x, y)
+            x, level = kept + _shuffle_f32(sent, Int32(mask)), level + 1
+        self.waiting.append((level, x))
+
+    def total(self):
+        ((level, x),) = self.waiting
+        assert level == 3
+        return x + _shuffle_f32(x, Int32(1))
 
 
 class Columns:
@@ -64,8 +77,10 @@ class Columns:
 
     def place(self):
         """Coordinates and addresses, made again so that they take no registers for long."""
+        self.zero = _lds_volatile_b32(self.memory.table(Table.ZERO))
         coord = self.coord = Coord.read()
-        lane, quarter, band, base = coord.lane, coord.quarter, coord.band, self.memory.base
+        lane, quarter, band = coord.lane, coord.quarter, coord.band
+        base = self.base = self.memory.base + self.zero
         h, p = lane >> 4, lane & 15
         self.h, self.p = h, p
         self.rows_half = self.rows - 16 * band - 8 * h
@@ -77,15 +92,33 @@ class Columns:
         self.level = patch + h * 512 + p * 4
         self.rows_table = base + Place.TABLES + (2 * band + h) * 32
         self.channel_table = base + Place.TABLES + quarter * 128 + p * 8
+        warp = quarter * BANDS + band
+        self.words = base + Place.V_NEW + warp * 1024 + lane * 16
+        self.words_of_q = base + Place.T + warp * 512 + lane * 16
         self.diagonal = base + Place.V + Part.DIAGONAL + band * DIAGONAL + h * (8 * DIAGONAL_PITCH + 64)
 
-    def fresh(self):
-        """Pin a, q and k and read the coordinates again, so that what is computed from them is computed again, not kept."""
-        self.place()
-        a = [self.a[i] for i in range(COUNT)]
-        for i, x in enumerate([y for i in range(0, COUNT, 8) for y in ptx.pin(tuple(a[i : i + 8]))]):
-            self.a[i] = x
-        self.q, self.k = list(ptx.pin(tuple(self.q))), list(ptx.pin(tuple(self.k)))
+    def park_words(self):
+        """q and k to the places of V' and T: registers are short. Four words of q stay."""
+        ptx.sts_v4_b32(self.words, self.k[:4])
+        ptx.sts_v4_b32(self.words + 512, self.k[4:])
+        ptx.sts_v4_b32(self.words_of_q, self.q[:4])
+        self.q_rest = self.q[4:]
+
+    def four_words(self, i):
+        """q and k of tokens i to i + 3."""
+        if i == 0:
+            q = ptx.lds_v4_b32(self.words_of_q)
+        else:
+            zero = _lds_volatile_b32(self.memory.table(Table.ZERO))
+            q = [x ^ zero for x in self.q_rest]
+        return q, ptx.lds_v4_b32(self.words + i * 128)
+
+    def fetch_words(self):
+        self.q, self.k = ([x for four in words for x in four] for words in zip(*(self.four_words(i) for i in (0, 4))))
+
+    def first_decay(self, c, i):
+        """a of token i, of which running products start anew."""
+        return ptx.mul(self.a[2 * i + c], ptx.as_f32(self.zero + Int32(0x3F800000)))
 
     # ---- small things
     def image_at(self, i):
@@ -180,7 +213,7 @@ class Columns:
         for i in range(TOKENS):
             if i % 4 == 0:
                 q_scale, k_scale, beta = self.four(Table.RSTD, i), self.four(K_RSTD, i), self.four(Table.BETA, i)
-            p = [self.a[c] if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
+            p = [self.first_decay(c, i) if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
             at = self.image_at(i)
             x = [ptx.mul(y, p[c]) for c, y in enumerate(self.hat(self.q[i], q_scale[i % 4]))]
             ptx.sts_b32(at + int(Place.Q), ptx.pack_bf16x2(*(ptx.mul(x[c], self.lo[c]) for c in range(2))))
@@ -198,7 +231,7 @@ class Columns:
             x = self.hat(self.k[i], k_scale[i % 4])
             if n is not None:
                 x = [ptx.mul(x[c], n[c]) for c in range(2)]
-            n = [self.a[2 * i + c] if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
+            n = [self.first_decay(c, i) if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
             ptx.sts_b32(self.image_at(i) + int(Place.K_NEXT), ptx.pack_bf16x2(*(ptx.mul(x[c], self.hi[c]) for c in range(2))))
             _sts_b32_less(self.level_at(i), ptx.pack_bf16x2(*x), self.h, Int32(1))
 
@@ -224,7 +257,7 @@ class Columns:
         at = self.patch + (coord.lane & 7) * 64 + (((coord.lane >> 3) ^ ((coord.lane & 7) >> 1)) << 4)
         columns, q, k = (ptx.ldmatrix_x4_trans(at + offset) for offset in (0, 512, 1536))
         words = [[ptx.lds_b32(self.level_at(i) + which * 1024) for i in range(TOKENS)] for which in range(2)]
-        pairs = self.memory.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
+        pairs = self.base + Place.V + Part.DIAGONAL + coord.band * DIAGONAL
         a0, m0, a1, m1 = ptx.lds_v4_f32(pairs + (8 + coord.group) * DIAGONAL_PITCH + coord.quad * 16)
         lead, d_m = ptx.pack_bf16x2(a0, a1), ptx.pack_bf16x2(m0, m1)
         rest = ptx.rest_bf16x2(a0, a1, lead)
@@ -248,25 +281,13 @@ class Columns:
                     self.dg[2 * i + c] = x if target is self.z else self.dg[2 * i + c] + x
 
     # ---- after the products
-    def start_rows(self):
-        """dq = Y8_q, like kr to be multiplied by P."""
+    def start_columns(self):
+        """kc = Y8_c, to be multiplied by N; Z = Y8_q."""
+        first = ptx.less_f32(self.h, 1, -1.0, 0.0)
         second = ptx.less_f32(self.h, 1, 0.0, 1.0)
         for i in range(COUNT):
-            self.dq[i] = ptx.mul(second, self.z[i])
-
-    def finish_rows(self):
-        """dq and kr but for what is inside the halves, to the places of S and X."""
-        p = [Float32(1.0)] * 2
-        for i in range(TOKENS):
-            p = [self.a[c] if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
-            for values, place in ((self.dq, Place.S), (self.kr, Place.X)):
-                self.keep(i, *(ptx.mul(p[c], values[2 * i + c]) for c in range(2)), place)
-
-    def start_columns(self):
-        """kc = Y8_c, to be multiplied by N."""
-        first = ptx.less_f32(self.h, 1, -1.0, 0.0)
-        for i in range(COUNT):
             self.kc[i] = ptx.mul(first, self.z[i])
+            self.z[i] = ptx.mul(second, self.z[i])
 
     def finish_columns(self):
         """kc with dKe, but for what is inside the halves; e to the place of dS'."""
@@ -279,20 +300,20 @@ class Columns:
             for c in range(2):
                 y = ptx.fma(self.hi[c], x[c], self.kc[2 * i + c])
                 self.kc[2 * i + c] = y if n is None else ptx.mul(n[c], y)
-            n = [self.a[2 * i + c] if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
+            n = [self.first_decay(c, i) if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
 
     # ---- between bands
     def tile_address(self, place, band):
         """ldmatrix address of the first 16 of the warp's channels in a band; that of the others with bit 5 flipped."""
         lane, quarter = self.coord.lane, self.coord.quarter
         piece = 4 * (quarter & 1) + (lane >> 4)
-        return self.memory.base + place + (quarter >> 1) * 8192 + (16 * band + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4)
+        return self.base + place + (quarter >> 1) * 8192 + (16 * band + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4)
 
     def _add_band_before(self, y, part, c, f):
         """y += P[b, c] kcol(b)[c]; f: None, or the decays between of the fragments' channels."""
         coord = self.coord
         number = (coord.band * (coord.band - 1) >> 1) + c
-        p = ptx.ldmatrix_x4(block_address(self.memory.base + Place.V + int(part) + number * BLOCK, coord.lane))
+        p = ptx.ldmatrix_x4(block_address(self.base + Place.V + int(part) + number * BLOCK, coord.lane))
         at = self.tile_address(Place.K_NEXT, c)
         for kk in range(2):
             words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
@@ -315,38 +336,43 @@ class Columns:
         self._add_band_before(y, part, coord.band - 1, None)
         for step in cutlass.range(coord.band - 1, unroll=1):
             c = coord.band - 2 - step
-            at = self.memory.table(Table.BAND) + (c + 1) * 512 + coord.quarter * 128 + coord.group * 4
+            at = self.base + Place.TABLES + Table.BAND + (c + 1) * 512 + coord.quarter * 128 + coord.group * 4
             for i in cutlass.range_constexpr(4):
                 f[i] = ptx.mul(f[i], ptx.lds_f32(at + i * 32))
             self._add_band_before(y, part, c, f)
 
     @cute.jit
-    def add_rows_between(self, target, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
-        """Y = Y_q or Y_k, with the product with the state in `place`: target += lo (factor before product + Y); dG."""
+    def add_rows_between(self, level, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
+        """dq or kr but for what is inside the halves: P (level + lo (factor before product + Y)), Y = Y_q or Y_k, in the place of
+        the product with the state; dG."""
         factors = [factor * self.before[c] for c in range(2)]
         if self.coord.band > 0:
             y = cute.make_rmem_tensor(COUNT, Float32)
             self.sum_over_bands_before(y, part)
             self.put(y)
-            self._add_y(target, image, place, factors, True)
+            self._add_y(level, image, place, factors, True)
         else:
-            self._add_y(target, image, place, factors, False)
+            self._add_y(level, image, place, factors, False)
 
-    def _add_y(self, target, image, place, factors, between):
+    def _add_y(self, level, image, place, factors, between):
+        p = None
         for i in range(TOKENS):
             x, operand = self.pair(i, place), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(image)))
             y = self.pair(i) if between else None
+            p = [self.first_decay(c, i) if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
+            found = []
             for c in range(2):
                 u = ptx.fma(factors[c], x[c], y[c]) if between else factors[c] * x[c]
-                target[2 * i + c] = ptx.fma(self.lo[c], u, target[2 * i + c])
+                found.append(ptx.mul(p[c], ptx.fma(self.lo[c], u, level[2 * i + c])))
                 self.dg[2 * i + c] = ptx.fma(operand[c], u, self.dg[2 * i + c])
+            self.keep(i, *found, place)
 
     def _columns_of(self, y, b):
         """y = Y_c(b)."""
         coord = self.coord
         number = (b * (b - 1) >> 1) + coord.band
         for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
-            w = ptx.ldmatrix_x4_trans(block_address(self.memory.base + Place.V + int(part) + number * BLOCK, coord.lane))
+            w = ptx.ldmatrix_x4_trans(block_address(self.base + Place.V + int(part) + number * BLOCK, coord.lane))
             p = [w[0], w[2], w[1], w[3]]
             at = self.tile_address(place, b)
             for kk in range(2):
@@ -398,12 +424,13 @@ class Columns:
     def add_rows_inside(self):
         """Pairs j < i of the half in dq and kr, the diagonal; sums for dbeta and of dq q. kr enters kc."""
         decayed = []
-        k_sums, q_sums = [], []
+        k_sums, q_sums = RowSums(self.coord.lane), RowSums(self.coord.lane)
         for i in range(TOKENS):
             if i % 4 == 0:
                 q_scale, k_scale, beta = self.four(Table.RSTD, i), self.four(K_RSTD, i), self.four(Table.BETA, i)
+                q_words, k_words = self.four_words(i)
             m = self.pairs(i, i + 1)
-            q, k = self.hat(self.q[i], q_scale[i % 4]), self.hat(self.k[i], k_scale[i % 4])
+            q, k = self.hat(q_words[i % 4], q_scale[i % 4]), self.hat(k_words[i % 4], k_scale[i % 4])
             dq, kr = self.pair(i, Place.S), self.pair(i, Place.X)
             k_sum = q_sum = None
             for c in range(2):
@@ -422,8 +449,10 @@ class Columns:
                 self.kc[o] = ptx.fma(beta[i % 4], r, ptx.fma(m[i][0], q[c], self.kc[o]))
                 k_sum = k[c] * r if c == 0 else ptx.fma(k[c], r, k_sum)
                 q_sum = q[c] * p if c == 0 else ptx.fma(q[c], p, q_sum)
-            k_sums.append(k_sum)
-            q_sums.append(q_sum)
+            self.keep(i, self.dq[2 * i], self.dq[2 * i + 1], Place.S)
+            k_sums.add(k_sum)
+            if self.normalises:
+                q_sums.add(q_sum)
         self.store_row_sum(Table.DOT_BETA, k_sums)
         if self.normalises:
             self.store_row_sum(Table.DOT_Q, q_sums)
@@ -431,19 +460,22 @@ class Columns:
     def add_columns_inside(self):
         """Pairs j < i of the half in kc and dG; sums of dk k."""
         sums = [None] * COUNT
-        dots = [None] * TOKENS
+        dots = RowSums(self.coord.lane)
         for i in range(TOKENS - 1, -1, -1):
             if i % 4 == 3:
                 q_scale, k_scale, beta = (self.four(t, i - 3) for t in (Table.RSTD, K_RSTD, Table.BETA))
-            k = self.hat(self.k[i], k_scale[i % 4])
+                q_words, k_words = self.four_words(i - 3)
+            k = self.hat(k_words[i % 4], k_scale[i % 4])
             for c in range(2):
                 o = 2 * i + c
                 if i < TOKENS - 1:
                     self.kc[o] = self.kc[o] + sums[o]
                     self.dg[o] = self.dg[o] - k[c] * sums[o]
-                dots[i] = k[c] * self.kc[o] if c == 0 else ptx.fma(k[c], self.kc[o], dots[i])
+                dot = k[c] * self.kc[o] if c == 0 else ptx.fma(k[c], self.kc[o], dot)
+            if self.normalises:
+                dots.add(dot)
             if i > 0:
-                q, m = self.hat(self.q[i], q_scale[i % 4]), self.pairs(i, i)
+                q, m = self.hat(q_words[i % 4], q_scale[i % 4]), self.pairs(i, i)
                 for c in range(2):
                     beta_k = ptx.mul(beta[i % 4], k[c])
                     for j in range(i):
@@ -451,22 +483,29 @@ class Columns:
                         x = ptx.mul(m[j][0], q[c]) if sums[o] is None else ptx.fma(m[j][0], q[c], sums[o])
                         sums[o] = ptx.mul(ptx.fma(m[j][1], beta_k, x), self.a[2 * i + c])
         if self.normalises:
-            self.store_row_sum(Table.DOT_K, dots)
+            self.store_row_sum(Table.DOT_K, dots, TOKENS - 1)
 
     @property
     def normalises(self):
         """Whether the gradients go through the normalisation here."""
         return self.variant.l2norm and not self.schedule.grouped
 
-    def store_row_sum(self, table, values):
-        """Sums over the quarter's channels of a value per token, to the quarter's part of a table."""
-        at = self.memory.table(table) + self.coord.quarter * 256 + self.coord.band * 64
-        ptx.sts_f32(at + (self.coord.lane >> 1) * 4, row_sums(values, self.coord.lane))
+    def store_row_sum(self, table, sums, flipped=0):
+        """Sums over the quarter's channels of a value per token, to the quarter's part of a table. flipped: 7 where the tokens
+        came from the last one on."""
+        p = self.p
+        token = (p >> 3) | (p >> 1 & 2) | (p << 1 & 4)
+        token = token ^ flipped
+        ptx.sts_f32(self.rows_table + int(table) + self.coord.quarter * 256 + token * 4, sums.total())
 
     # ---- sums that other warps need
     def share_sums(self):
-        """e into registers; sums of dG and e over the band, to the warp's patch."""
+        """q, k, dq and e into registers; sums of dG and e over the band, to the warp's patch."""
+        self.fetch_words()
         self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
+        dq = [x for i in range(TOKENS) for x in self.pair(i, Place.S)]
+        for i in range(COUNT):
+            self.dq[i] = dq[i]
         cute.arch.sync_warp()  # the patch has been read
         self.others = []
         for which, values in ((Sums.D_G, self.dg), (Sums.E, self.e)):
@@ -515,13 +554,13 @@ class Columns:
         coord = self.coord
         run, prefix = [], []
         decay = [self.band_decay(b) for b in range(BANDS)]
-        c0 = [ptx.lds_v2_f32(self.channel_table + Table.C0 + part * 512) for part in range(4)]
+        c0 = [ptx.lds_v2_f32(self.channel_table + Table.C0 + part * 512) for part in range(2)]
         for c in range(2):
             whole = ptx.mul(ptx.mul(decay[0][c], decay[1][c]), ptx.mul(decay[2][c], decay[3][c]))
-            run.append(whole * ((c0[0][c] + c0[1][c]) + (c0[2][c] + c0[3][c])) * self.s_x)
+            run.append(whole * (c0[0][c] + c0[1][c]) * self.s_x)
             prefix.append(ptx.less_f32(self.h, 1, 0.0, self.others[1][c]))
             run[c] = run[c] + ptx.less_f32(self.h, 1, self.others[0][c], 0.0)
-        at = self.memory.base + Place.PATCHES + coord.quarter * (BANDS * PATCH) + self.p * 8
+        at = self.base + Place.PATCHES + coord.quarter * (BANDS * PATCH) + self.p * 8
         for b in range(BANDS):
             if b > 0:
                 x = ptx.lds_v2_f32(at + (b * PATCH + int(Sums.D_G)))
@@ -538,21 +577,24 @@ class Columns:
                 prefix[i % 2] = prefix[i % 2] + self.e[i]
         self.mask(self.dg, 0.0)
         gradients = [GRADIENTS[self.variant.gate](bias[c], a_log, self.args.gate_scale) for c in range(2)]
-        sums = [[Float32(0.0)] * 2, [Float32(0.0)] * 2]
+        bias_sums, a_log_sums = [Float32(0.0)] * 2, [Float32(0.0)] * 2
         d = []
         for i in range(COUNT):
-            x, y = gradients[i % 2](g[i // 2][i % 2], self.dg[i])
+            c = i % 2
+            x, factors = gradients[c](g[i // 2][c], self.dg[i])
             d.append(x)
-            for which, z in enumerate((x, y)):
-                sums[which][i % 2] = sums[which][i % 2] + z
+            bias_sums[c] = bias_sums[c] + x
+            a_log_sums[c] = ptx.fma(*factors, a_log_sums[c])
         self.store_if_wanted(self.args.dg, d, self.variant.gate_dtype, token, head)
-        for which, place, wanted in (
-            (0, Sums.BIAS, self.variant.dt_bias is not None),
-            (1, Sums.A_LOG, self.variant.a_log is not None),
-        ):
-            if wanted:
-                total = [x + self.other(x) for x in sums[which]]
-                ptx.sts_v2_f32(self.patch + self.p * 8 + int(place), *total)
+        if self.variant.a_log is not None:
+            sums = [gradients[c].a_log_sum(a_log_sums[c], bias_sums[c]) for c in range(2)]
+            self.share_sum(Sums.A_LOG, sums)
+        if self.variant.dt_bias is not None:
+            self.share_sum(Sums.BIAS, bias_sums)
+
+    def share_sum(self, place, sums):
+        """Sums over the band, to the warp's patch."""
+        ptx.sts_v2_f32(self.patch + self.p * 8 + int(place), *(x + self.other(x) for x in sums))
 
     @cute.jit
     def store_if_wanted(self, out, values, dtype: cutlass.Constexpr, token, head):

@@ -54,10 +54,11 @@ class Table(IntEnum):
     """Offsets in TABLES; fp32."""
 
     MBARRIERS = 0
+    ZERO = 56  # a 0 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
     BAND = 256  # [4 bands][128]: decay of the whole band
-    C0 = BAND + 2048  # [4 parts][128]: S . dS' over 32 values each
-    RSTD = C0 + 2048  # [q, k][64]
+    C0 = BAND + 2048  # [2 value halves][128]: S . dS'
+    RSTD = C0 + 1024  # [q, k][64]
     BETA = RSTD + 512  # [64]
     DOT_Q = BETA + 256  # [4 quarters][64]: dq . q
     DOT_K = DOT_Q + 1024  # dk . k

@@ -13,7 +13,7 @@ _stg_b16 = ptx.ordered(
 _stg_f32 = ptx.ordered(_IF.format("$2", "$3", "@p st.global.f32 [$0], $1;"), "lfrr ->", "Store an fp32 where row < rows.")
 _stg_b32 = ptx.ordered(_IF.format("$2", "$3", "@p st.global.b32 [$0], $1;"), "lrrr ->", "Store 4 bytes where row < rows.")
 _stg_v2_f32 = ptx.ordered(
-    _IF.format("$3", "$4", "@p st.global.v2.f32 [$0], {{$1, $2}};"), "lffrr ->", "Store two fp32 where row < rows."
+    _IF.format("$3", "$4", "@p st.global.v2.f32 [$0], {$1, $2};"), "lffrr ->", "Store two fp32 where row < rows."
 )
 _row_address = ptx.pure("mad.wide.s32 $0, $1, $2, $3;", "rrl -> l", "address + row * pitch.")
 stg_v4_below = ptx.ordered(

@@ -201,19 +201,22 @@ class Tensors:
                         ptx.sts_f32(at + row * DIAGONAL_PITCH + column * 8, block[n][e])
 
     # ---- sums of S dS'
+    @cute.jit
     def sum_s_ds(self):
-        """Sums of S dS' over 32 values of a key; partial, and added up by the columns."""
-        tid = self.coord.tid
-        key, part = tid & 127, tid >> 7
-        row = self.memory.base + (part >> 1) * STATE_HALF + key * 128
-        total = Float32(0.0)
-        for p in range(4):
-            at = row + (((4 * (part & 1) + p) ^ (key & 7)) << 4)
-            s, ds = ptx.lds_v4_b32(at + Place.S), ptx.lds_v4_b32(at + Place.DS)
-            for x, y in zip(s, ds):
-                (x0, x1), (y0, y1) = ptx.unpack_bf16x2(x), ptx.unpack_bf16x2(y)
-                total = ptx.fma(x1, y1, ptx.fma(x0, y0, total))
-        ptx.sts_f32(self.memory.table(Table.C0) + part * 512 + key * 4, total)
+        """Sums of S dS' over a value half of 16 keys, by each warp: the diagonal of a product of 16x16 blocks."""
+        memory, lane = self.memory, self.coord.lane
+        group, quad = self.coord.group, self.coord.quad
+        keys, half = (self.coord.tid >> 5) & 7, self.coord.tid >> 8
+        at = memory.base + half * STATE_HALF + (16 * keys + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
+        low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+        for k in cutlass.range_constexpr(4):
+            s = ptx.ldmatrix_x4((at ^ (k << 5)) + int(Place.S))
+            ds = ptx.ldmatrix_x4((at ^ (k << 5)) + int(Place.DS))
+            low, high = ptx.mma_bf16(s, [ds[0], ds[2]], low), ptx.mma_bf16(s, [ds[1], ds[3]], high)
+        if quad == group >> 1:
+            to = memory.table(Table.C0) + half * 512 + (16 * keys + group) * 4
+            ptx.sts_f32(to, ptx.less_f32(group & 1, 1, low[0], low[1]))
+            ptx.sts_f32(to + 32, ptx.less_f32(group & 1, 1, high[2], high[3]))
 
 
 _shuffle = ptx.ordered("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "fr -> r", "The bits of lane XOR mask's fp32.")
