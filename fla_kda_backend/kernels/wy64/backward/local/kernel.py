@@ -10,50 +10,54 @@ behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normali
     dA    = s dO V'^T, j <= i                             WGMMA
     dM    = -s_x X V'^T, j < i
     dQ_   = dO S^T      X_w = -X S^T      dKe = V' dS'^T  WGMMA
-    C0    = row sums of S * dS'                           CUDA cores
+    C0    = row sums of S * dS'                           mma.sync
     q_row = bf16(q^ r)     k_row = bf16(beta k^ r)     k_next = bf16(k^ n)     kcol(b) = bf16(k_next between)
     between bands (mma.sync; dA, dM in bf16):
     Y_q   = sum over c < b of dA[b,c] kcol(b)[c]          Y_k = the same of dM
     Y_c(b') = dA[b',b]^T q_row[b'] + dM[b',b]^T k_row[b'] for each b' > b
-    inside a band, fp32, f = 2^(G_i - G_j), pairs j < i:
+    between the halves of a band, of 8 tokens each (mma.sync; dA in two bf16 terms, dM in one), P, N as r, n within the half:
+    q8 = bf16(q^ P), k8 = bf16(beta k^ P) of the second half, kcol8 = bf16(k^ N) of the first one
+    Y8_q  = dA kcol8       Y8_k = dM kcol8                in the second half
+    Y8_c  = dA^T q8 + dM^T k8                             in the first half
+    inside a half, fp32, f = 2^(G_i - G_j), pairs j < i:
     dq_i += dA_ij f k_j      kr_i += dM_ij f k_j      kc_j += f (dA_ij q_i + dM_ij beta_i k_i)
-    and so
-    dq    = r (before s dQ_ + Y_q) + inside + dA_ii k_i
-    kr    = r (before s_x X_w + Y_k) + inside
-    kc    = n (sum over b' of between Y_c(b') + behind s_x dKe) + inside
+    and so, with lo the decay of the band's tokens before the half (r = P lo), hi of those behind it (n = N hi),
+    U_q   = before s dQ_ + Y_q                            U_k = before s_x X_w + Y_k
+    dq    = P (lo U_q + Y8_q) + inside + dA_ii k_i
+    kr    = P (lo U_k + Y8_k) + inside
+    kc    = N (hi (sum over b' of between Y_c(b') + behind s_x dKe) + Y8_c) + inside
     dk    = beta kr + kc + dA_ii q_i
     dbeta = s_x X . v + k . kr
-    dG    = q r before s dQ_ + beta k r before s_x X_w + q_row Y_q + k_row Y_k - sum over b' of kcol(b') Y_c(b')
+    dG    = q_row U_q + k_row U_k - sum over b' of kcol(b') Y_c(b') + q8 Y8_q + k8 Y8_k - kcol8 Y8_c
             + inside: q dq + beta k kr - k kc             without the diagonal
-    e     = k n behind s_x dKe
+    e     = k_next behind s_x dKe
     d_i   = sum over j >= i of dG_j + D C0 s_x + sum over j < i of e_j      the gradient of the natural log decay
     then the gradients of the gate, of beta's form and of the normalisation (gates.py, columns.py)
 
-Products between bands enter dG with the very operands that were multiplied, so that the sum of row terms equals that of column
-terms to fp32: each pair of tokens both at or after i has to vanish from d_i. Decays are running products of factors at most 1.
+Products between bands and halves enter dG with the very operands that were multiplied, so that the sum of row terms equals that
+of column terms to fp32: each pair of tokens both at or after i has to vanish from d_i. Decays are running products of factors at
+most 1.
 
 Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are zero there.
 
-Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of the
-band, columns of the quarter, tensors.py) and as columns (a lane: a channel and the band's tokens, columns.py). One CTA per SM
-works through the pairs block, block + blocks, ...; the last slots go first.
+Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of
+the band, columns of the quarter, tensors.py) and as columns (a lane: two channels and half of the band's tokens, columns.py).
+One CTA per SM works through the pairs block, block + blocks, ...; the last slots go first.
 
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
     step   warpgroups 0, 1                    2, 3
-    1      X over dV', dv, X . v              1 / norms; beta; zero dO past the end; find the next pair
+    1      X over dV', dv, X . v              1 / norms; beta; zero dO, q, k past the end; find the next pair
     ------------------------------------------------------------------------------------------------------
-    2      dA, dM; a, q, k into registers; images over q, k, g; C0
+    2      dA, dM; dQ_, X_w, dKe into registers; C0; a; images over q, k, g
     ------------------------------------------------------------------------------------------------------
-    3      dQ_, X_w; products between bands
-    ------------------------------------------------------------------------------------------------------   T, N, S, dV', dO, q, k, g
-    4      inside the bands; dKe; sums
-    ------------------------------------------------------------------------------------------------------   dS', V', v
-    5      dq, dk, dg, dbeta
+    3      dQ_ over S, X_w over X and dO, dKe over dS', words of q and k over T and V'; all gradients; sums
+    ------------------------------------------------------------------------------------------------------   all, but g in fp32
+    4      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
-    6      sums for dt_bias and A_log
+    5      sums for dt_bias and A_log
 
-Where g is fp32 it lies in the patches and comes after step 6. Step 5 reads g once more, from global memory.
+Where g is fp32 it lies in the patches and comes after step 5. Step 4 reads g once more, from global memory.
 """
 
 import cutlass
@@ -265,9 +269,9 @@ class LocalGradients:
         cute.arch.sync_threads()
         if columns.coord.warp == 0:
             self.loads.load_early(args, memory, n + 1)
+            self.loads.load_rows(args, memory, n + 1)
             self.loads.load_late(args, memory, n + 1)
             self.loads.load_v(args, memory, n + 1)
-            self.loads.load_rows(args, memory, n + 1)
         # step 4
         coord = columns.coord
         channel = coord.quarter * 32 + 2 * columns.p
