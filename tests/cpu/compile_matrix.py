@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+CLASSES = ("PrepareChunk16", "RecurrenceSplit", "PrepareWY64", "ChainWY64", "ChainReplayWY64", "ChainStates", "ReverseChain",
+           "LocalGradients")  # fmt: skip
 # The copy engine sees what other threads wrote only after each one's fence and a barrier.
 FENCED_STORE = r"fence\.proxy\.async.*bar(?:rier)?\.(?:cta\.)?sync.*cp\.async\.bulk\.global"
 
@@ -46,7 +48,7 @@ def report(spec):
 
 def class_of(function):
     """The kernel's class, from the name that the DSL gives its function."""
-    return re.search(r"(PrepareChunk16|RecurrenceSplit|PrepareWY64|Chain(?:Replay)?WY64)_object_at", function)[1]
+    return re.search(rf"({'|'.join(CLASSES)})_object_at", function)[1]
 
 
 def disassembler(tool, *arguments):
