@@ -50,9 +50,14 @@ class Lanes(np.ndarray):
 
     __index__ = __int__
 
+    # never in place: values are shared
+    __iadd__, __isub__, __imul__ = np.ndarray.__add__, np.ndarray.__sub__, np.ndarray.__mul__
+
 
 def lanes(x, dtype):
-    return np.array(np.broadcast_to(np.asarray(x), 32)).astype(dtype, copy=False).view(Lanes)
+    if isinstance(x, np.ndarray) and x.ndim:
+        return x.astype(dtype, copy=False).view(Lanes)
+    return np.full(32, x, dtype).view(Lanes)
 
 
 class _Scalar(type):
@@ -182,14 +187,14 @@ class Machine:
         words, agents = shared // 4, warps + self.COPIES
         self.writer, self.written = np.full(words, -1), np.zeros(words, np.int32)
         self.write_lane, self.write_epoch = np.full(words, -1), np.zeros(words, np.int32)
-        self.read = np.zeros((agents, words), np.int32)
+        self.read = np.zeros((words, agents), np.int32)
         self.read_lane, self.read_epoch = np.full((warps, words), -2), np.zeros((warps, words), np.int32)
         self.clock, self.fenced = np.eye(agents, dtype=np.int32), np.zeros((agents, agents), np.int32)
         self.epoch = np.zeros(warps, np.int32)
         self.pending = [[] for _ in range(warps)]  # words that WGMMAs read
         self.everyone = threading.Barrier(warps, lambda: self._join(range(warps)))
         self.named, self.mbarriers = {}, {}
-        self.changed = threading.Condition()
+        self.changed, self.turn = threading.Condition(), threading.Lock()
         self.failures, self.where = [], {}
 
     # ---- order
@@ -203,8 +208,18 @@ class Machine:
         self.clock[w, w] += 1
         self.epoch[w] += 1
 
+    @contextlib.contextmanager
+    def _waiting(self):
+        """One warp runs at a time, until it waits: threads that compete for the interpreter's lock are slow."""
+        self.turn.release()
+        try:
+            yield
+        finally:
+            self.turn.acquire()
+
     def sync_threads(self):
-        self.everyone.wait(BARRIER_TIMEOUT)
+        with self._waiting():
+            self.everyone.wait(BARRIER_TIMEOUT)
 
     def barrier(self, barrier_id, number_of_threads):
         number = int(barrier_id)
@@ -214,7 +229,8 @@ class Machine:
             key = number, here.warp // 4
             if key not in self.named:
                 self.named[key] = threading.Barrier(4, lambda: self._join(group))
-        self.named[key].wait(BARRIER_TIMEOUT)
+        with self._waiting():
+            self.named[key].wait(BARRIER_TIMEOUT)
 
     def sync_warp(self):
         self.epoch[here.warp] += 1
@@ -241,7 +257,7 @@ class Machine:
 
     def wait(self, at, parity):
         b = self.mbarrier(at)
-        with self.changed:
+        with self._waiting(), self.changed:
             assert self.changed.wait_for(lambda: b["phase"] & 1 != int(parity), BARRIER_TIMEOUT), "an mbarrier never completes"
         for clocks in self.clock, self.fenced:
             clocks[here.warp] = np.maximum(clocks[here.warp], clocks[b["agent"]])
@@ -284,11 +300,11 @@ class Machine:
             self._fail(what, words[wrong])
 
     def _after_reads(self, words, known, what, but=None):
-        late = self.read[:, words] > known[:, None]
+        late = self.read[words] > known
         if but is not None:
-            late[but] = False
+            late[:, but] = False
         if late.any():
-            self._fail(what, words[late.any(0)])
+            self._fail(what, words[late.any(1)])
 
     def _loaded(self, words, lane):
         w, clock = here.warp, self.clock[here.warp]
@@ -296,7 +312,7 @@ class Machine:
         other = (self.writer[words] == w) & (self.write_epoch[words] == self.epoch[w]) & (self.write_lane[words] != lane)
         if other.any():
             self._fail("read what another lane wrote, without sync_warp", words[other])
-        self.read[w, words] = clock[w]
+        self.read[words, w] = clock[w]
         again = (self.read_epoch[w, words] == self.epoch[w]) & (self.read_lane[w, words] != lane)
         self.read_lane[w, words] = np.where(again, -1, lane)
         self.read_epoch[w, words] = self.epoch[w]
@@ -306,7 +322,7 @@ class Machine:
         self._after_writes(words, clock, "written over what another warp wrote")
         self._after_reads(words, clock, "written over what another warp reads", but=w)
         mine = (self.writer[words] == w) & (self.write_epoch[words] == self.epoch[w]) & (self.write_lane[words] != lane)
-        read = (self.read_epoch[w, words] == self.epoch[w]) & (self.read_lane[w, words] != lane) & (self.read[w, words] > 0)
+        read = (self.read_epoch[w, words] == self.epoch[w]) & (self.read_lane[w, words] != lane) & (self.read[words, w] > 0)
         if (mine | read).any():
             self._fail("written over what another lane wrote or read, without sync_warp", words[mine | read])
         self.writer[words], self.written[words] = w, clock[w]
@@ -317,7 +333,7 @@ class Machine:
         words = np.arange(start // 4, (start + count) // 4)
         known = np.where(np.arange(len(self.clock)) < self.warps, self.fenced[here.warp], self.clock[here.warp])
         self._after_writes(words, known, "WGMMA reads what was not fenced, or not written yet")
-        self.read[here.warp, words] = self.clock[here.warp, here.warp]
+        self.read[words, here.warp] = self.clock[here.warp, here.warp]
         self.pending[here.warp].append(words)
         return self.shared[start : start + count]
 
@@ -326,7 +342,7 @@ class Machine:
         if count == 0:
             for words in self.pending[w]:
                 self._after_writes(words, self.clock[w], "written while a WGMMA reads it")
-                self.read[w, words] = self.clock[w, w]
+                self.read[words, w] = self.clock[w, w]
             self.pending[w].clear()
 
     # ---- memory
@@ -389,7 +405,8 @@ class Machine:
         def warp(number):
             here.warp, here.mask = number, np.ones(32, bool)
             try:
-                work()
+                with self.turn:
+                    work()
             except BaseException as error:
                 if not isinstance(error, threading.BrokenBarrierError):
                     errors.append(error)
@@ -633,7 +650,8 @@ def _chosen(condition, then, otherwise):
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, name):
         path = self.get_filename(name)
-        tree = _Masks().visit(ast.parse(Path(path).read_text(), path))
+        tree = ast.parse(Path(path).read_text(), path)
+        tree = tree if name.endswith(".ptx") else _Masks().visit(tree)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module):
