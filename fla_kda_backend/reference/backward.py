@@ -369,17 +369,21 @@ def local(x, T, s, d):
     dA, dM = x.scale * (x.d_out @ s.V.mT).tril(), -sx * (X_b @ s.V.mT).tril(-1)
     G, tail = y.cumsum(-2).exp2(), after(y).exp2()
     dq, kr = x.scale * G * (x.d_out @ s.S.mT), -sx * G * (X_b @ s.S.mT)
-    ends = sx * tail * (s.V @ d.dS.mT)
-    dG, e, kc = q * dq + beta * k * kr, k * ends, torch.zeros_like(k)
+    ends = sx * (s.V @ d.dS.mT)
+    bands = y.unflatten(-2, (-1, BAND))  # what a state meets in dG is rounded as the operands between bands are
+    row, col = bands.cumsum(-2).flatten(-3, -2), after(bands).flatten(-3, -2)
+    start, end = (side(bands.sum(-2)).repeat_interleave(BAND, -2).exp2() for side in (before, after))
+    dG = start * (to.bf16(q * row.exp2()) * x.scale * (x.d_out @ s.S.mT) - to.bf16(beta * k * row.exp2()) * sx * (X_b @ s.S.mT))
+    e, kc, ends = to.bf16(k * col.exp2()) * end * ends, torch.zeros_like(k), tail * ends
     for p in pieces(y):
-        inside = p.between is None
-        rounded = (lambda t: t) if inside else to.bf16
+        size = p.rows.shape[-1]
+        rounded = to.bf16 if size >= 8 else (lambda t: t)
         row, col = p.row.exp2(), p.col.exp2()
         q_row, k_row = rounded(p.of_rows(q) * row), rounded(p.of_rows(beta * k) * row)
         k_col = rounded(p.of_cols(k) * col)
-        if not inside:
+        if p.between is not None:
             k_col, col = rounded(k_col * p.between.exp2()), col * p.between.exp2()
-        a, m = rounded(p.block(dA)), rounded(p.block(dM))
+        a, m = (to.two if size == 8 else rounded)(p.block(dA)), rounded(p.block(dM))
         Y_q, Y_k, Y_c = a @ k_col, m @ k_col, a.mT @ q_row + m.mT @ k_row
         for total, at, part in ((dq, p.rows, row * Y_q), (kr, p.rows, row * Y_k), (kc, p.cols, col * Y_c),
                                 (dG, p.rows, q_row * Y_q + k_row * Y_k), (dG, p.cols, -k_col * Y_c)):  # fmt: skip

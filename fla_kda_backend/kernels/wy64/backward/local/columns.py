@@ -1,7 +1,8 @@
-"""The column phase: everything with decays. A lane owns a pair of channels and half of the tokens of its warp's band.
+"""The column phase: everything with decays. A lane owns two channels and half of the tokens of its warp's band.
 
-Lane 16 h + p holds tokens 8 h to 8 h + 7 of the band and channels 2 p, 2 p + 1 of the quarter: 16 values, [token][channel]. Bf16
-images are read and written in words of such pairs. Accumulators come to this layout through patches of shared memory (`put`).
+Lane 16 h + p holds tokens 8 h to 8 h + 7 of the band and channels 2 p, 2 p + 1 of the quarter: 16 values, [token][channel].
+Bf16 images are read and written in words of such pairs. Accumulators come to this layout through patches of shared memory
+(`put`).
 
 All decays are running products of a_i = 2^y_i over tokens on one side of what they join: P = a_0 .. a_i within the half, N =
 a_(j+1) .. a_7. `lo` is the decay of the band's tokens before the half, `hi` of those behind it. Nothing is divided.
@@ -236,8 +237,8 @@ class Columns:
             _sts_b32_less(self.level_at(i), ptx.pack_bf16x2(*x), self.h, Int32(1))
 
     def level_at(self, i):
-        """Address of the lane's pair of token i in the first level image: bf16, 16 rows of 64 bytes, in the patch. Its rows 0 to
-        7 are k^ N, its rows 8 to 15 q^ P; those of the second one, 1024 bytes behind it, beta k^ P."""
+        """Address of the lane's pair of token i in the first level image: bf16, 16 rows of 64 bytes, in the patch. Its rows 0
+        to 7 are k^ N, its rows 8 to 15 q^ P; those of the second one, 1024 bytes behind it, beta k^ P."""
         return (self.level ^ ((i >> 1) << 4)) + i * 64
 
     def find_band_decays(self):
@@ -343,8 +344,8 @@ class Columns:
 
     @cute.jit
     def add_rows_between(self, level, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
-        """dq or kr but for what is inside the halves: P (level + lo (factor before product + Y)), Y = Y_q or Y_k, in the place of
-        the product with the state; dG."""
+        """dq or kr but for what is inside the halves: P (level + lo (factor before product + Y)), Y = Y_q or Y_k, in the place
+        of the product with the state; dG."""
         factors = [factor * self.before[c] for c in range(2)]
         if self.coord.band > 0:
             y = cute.make_rmem_tensor(COUNT, Float32)
@@ -465,7 +466,7 @@ class Columns:
             if i % 4 == 3:
                 q_scale, k_scale, beta = (self.four(t, i - 3) for t in (Table.RSTD, K_RSTD, Table.BETA))
                 q_words, k_words = self.four_words(i - 3)
-            k = self.hat(k_words[i % 4], k_scale[i % 4])
+            k, dot = self.hat(k_words[i % 4], k_scale[i % 4]), None
             for c in range(2):
                 o = 2 * i + c
                 if i < TOKENS - 1:
@@ -537,7 +538,7 @@ class Columns:
             scales = self.eight(norms)
             for i in range(TOKENS):
                 dot = (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i])
-                minus = Float32(0.0) - dot * scales[i]
+                minus = -(dot * scales[i])
                 for c, x in enumerate(ptx.unpack_bf16x2(words[i])):
                     values[2 * i + c] = ptx.mul(ptx.fma(minus, x, values[2 * i + c]), scales[i])
         self.store_values(out, values, dtype, token, head)

@@ -20,7 +20,7 @@ class BoundedGradient:
     def __call__(self, g, d):
         """dg, and two factors whose products are to be added up for `a_log_sum`."""
         s = ptx.rcp(Float32(1.0) + ptx.ex2(ptx.fma(g, self.minus_rate, self.start)))
-        dg = d * self.factor * ptx.fma(Float32(0.0) - s, s, s)
+        dg = d * self.factor * ptx.fma(-s, s, s)
         return dg, (dg, g)
 
     def a_log_sum(self, products, dg):

@@ -171,9 +171,7 @@ class Loads:
             full = memory.mbarriers + int(Full.GATE)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
-            self.rows(
-                args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.PATCHES, memory.info(n, Info.HEAD), full
-            )
+            self.rows(args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.PATCHES, memory.info(n, Info.HEAD), full)
 
     # ---- single values
     def beta(self, args, token, row, rows, head):

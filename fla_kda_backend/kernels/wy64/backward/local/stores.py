@@ -48,7 +48,9 @@ def clear_rows(address, row_bytes: cutlass.Constexpr, row, count: cutlass.Conste
         for i in cutlass.range(thread, count * per_row, threads, unroll=1):
             at = row + i // per_row
             if at < tokens and (at < first or at >= end):
-                to = address + (Int64(at) * Int64(heads) + Int64(head)) * row_bytes + Int64(i % per_row) * (row_bytes // per_row)
+                to = (
+                    address + (Int64(at) * Int64(heads) + Int64(head)) * row_bytes + Int64(i % per_row) * (row_bytes // per_row)
+                )
                 if cutlass.const_expr(row_bytes >= 16):
                     ptx.stg_words(to, [Int32(0)] * 4)
                 elif cutlass.const_expr(row_bytes == 4):

@@ -11,7 +11,16 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
 
 from fla_kda_backend.kernels import ptx
-from fla_kda_backend.kernels.wy64.backward.local.memory import BLOCK, DIAGONAL, DIAGONAL_PITCH, HALF_TILE, STATE_HALF, Part, Place, Table
+from fla_kda_backend.kernels.wy64.backward.local.memory import (
+    BLOCK,
+    DIAGONAL,
+    DIAGONAL_PITCH,
+    HALF_TILE,
+    STATE_HALF,
+    Part,
+    Place,
+    Table,
+)
 from fla_kda_backend.kernels.wy64.backward.local.stores import stg_v4_below
 from fla_kda_backend.kernels.wy64.prepare.fragments import pack_block, zeros
 
@@ -116,8 +125,8 @@ class Tensors:
 
     @cute.jit
     def find_x(self, args, token, rows, head, s_x, full_v, parity):
-        """X of the warpgroup's value half over dV', dv, and sums of X v; by warpgroups 0 and 1. s_x: factor of X; full_v: mbarrier
-        of v."""
+        """X of the warpgroup's value half over dV', dv, and sums of X v; by warpgroups 0 and 1. s_x: factor of X; full_v: its
+        mbarrier is v's."""
         if self.coord.quarter < 2:
             row = 16 * self.coord.band + self.coord.group
             beta = [self.loads.beta(args, token, row + 8 * r, rows, head) for r in range(2)]
