@@ -1,16 +1,15 @@
-"""Runs a kernel's own Python on the CPU, without the DSL: PTX is interpreted, and accesses of shared memory are checked for races.
+"""Runs a kernel's own Python on the CPU, without the DSL: interprets its PTX, and looks for races in shared memory.
 
-A value of a thread is an array over the 32 lanes of its warp (`Lanes`); a warp is a thread of Python; `cutlass` is a stand-in that
-is put into sys.modules, so a process that imports this module and calls `install` can no longer compile. The text that ptx.py
-hands to LLVM is executed by `Ptx`. WGMMA and tensor-map loads have no such text: who emulates a kernel computes them, with
-`Machine.read_matrix` and `Machine.copy`.
+A value of a thread is an array over the 32 lanes of its warp (`Lanes`); a warp is a thread of Python. `install` puts a stand-in for
+`cutlass` into sys.modules, so its process can no longer compile. The text that ptx.py hands to LLVM is executed by `Ptx`. WGMMA
+and tensor-map loads have no such text: who emulates a kernel computes them, with `Machine.read_matrix` and `Machine.copy`.
 
-Races: every warp and every mbarrier's copies have a vector clock. An access of a word must come after the last write of the word,
-a write also after all reads, by a chain of barriers, mbarriers or (between lanes of a warp) sync_warp. What the copy engine or
-WGMMA takes up must have been fenced by the thread that wrote it.
+Races: every warp and every mbarrier's copies have a vector clock. An access of a word must come after the word's last write, a
+write also after all reads, by a chain of barriers, mbarriers or (between lanes of a warp) sync_warp. What the copy engine
+overwrites and what WGMMA reads must have been fenced by the thread that wrote it.
 
-Branches that only some lanes of a warp take: an `if` without `else` is run with the other lanes masked, see `Masked`; so its body
-may store, and may not assign what is used after it.
+Branches that only some lanes take: an `if` without `else` is run with the other lanes masked, see `Masked`; so its body may store,
+and may not assign what is used after it.
 """
 
 import ast
@@ -241,7 +240,9 @@ class Machine:
 
     # ---- mbarriers; each completes with one arrival and the bytes that it announces
     def mbarrier(self, at):
-        return self.mbarriers.setdefault(int(at), {"phase": 0, "bytes": 0, "arrived": False, "agent": self.warps + len(self.mbarriers)})
+        return self.mbarriers.setdefault(
+            int(at), {"phase": 0, "bytes": 0, "arrived": False, "agent": self.warps + len(self.mbarriers)}
+        )
 
     def expect(self, at, count):
         b = self.mbarrier(at)
@@ -442,7 +443,7 @@ def _flush(x):
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
-def _fragment(words, rows=16):
+def fragment(words):
     """The A operand m16 of words of each lane."""
     a, r, c = np.zeros((16, 8 * len(words) // 2)), LANES >> 2, 2 * (LANES & 3)
     for i, word in enumerate(words):
@@ -455,7 +456,7 @@ def _mma(a, b, c):
     right, k, n = np.zeros((8 * len(b), 8)), 2 * (LANES & 3), LANES >> 2
     for i, word in enumerate(b):
         right[k + 8 * i, n], right[k + 1 + 8 * i, n] = widened(u32(word))
-    d = _fragment(a) @ right
+    d = fragment(a) @ right
     return [(f64(c[e]) + d[n + 8 * (e >> 1), k + (e & 1)]).astype(np.float32) for e in range(4)]
 
 
@@ -565,7 +566,12 @@ class Ptx:
             m.put_tiles(get(0), [u32(x) for x in many(1)], "trans" in parts)
         elif parts[0] == "ld":
             size = self.SIZES[parts[-1]]
-            loaded = m.load("shared" if "shared" in parts else "global", get(1), size, len(operands[0][1]) if operands[0][0] == "list" else 1)
+            loaded = m.load(
+                "shared" if "shared" in parts else "global",
+                get(1),
+                size,
+                len(operands[0][1]) if operands[0][0] == "list" else 1,
+            )
             put(0, *loaded)
         elif parts[0] == "st":
             size = self.SIZES[parts[-1]]
@@ -597,7 +603,6 @@ class _Masks(ast.NodeTransformer):
             return node
         call = ast.Call(ast.Name("Masked_", ast.Load()), [_Both().visit(node.test)], [])
         return ast.copy_location(ast.For(ast.Name("_", ast.Store()), call, node.body, [], None), node)
-
 
     def visit_IfExp(self, node):
         self.generic_visit(node)

@@ -2,8 +2,16 @@
 
     python local_emulator.py CASES.json REPORT.json
 
-A case: {"options": fields of Variant and Schedule, "lengths": tokens of the sequences (equal), "heads", "qk_heads", "ctas",
-"seed"}. A report: the relative errors of the gradients, by name, and what the emulator found wrong.
+A case has the arguments of `run`:
+
+    options              fields of Variant
+    tail, before, heads  as in call_table.Case, with two heads of q and k
+    ctas                 over which the pairs are spread
+    segment              the slots [begin, end) that the launch covers; otherwise all
+    spare                packed rows behind all sequences
+
+A report: "errors", the relative errors of the gradients, by name; "failures", what else went wrong: races, and stores where none
+should be.
 
 The kernel gets what the other kernels would have left (reference.backward, in fp64, rounded to the records' dtypes) and NaN
 wherever a row belongs to no token of its sequence. It needs a process of its own, see lane_emulator.py, and not the DSL.
@@ -23,7 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import lane_emulator as emulator
-from lane_emulator import LANES, Machine, Registers, bf16_bits, here, ptx, widened
+from lane_emulator import LANES, Machine, bf16_bits, ptx, widened
 
 emulator.install()
 
@@ -36,8 +44,8 @@ from fla_kda_backend.kernels.wy64.backward.contract import Schedule  # noqa: E40
 from fla_kda_backend.kernels.wy64.backward.local import kernel as local  # noqa: E402
 from fla_kda_backend.kernels.wy64.backward.local import loads, tensors  # noqa: E402
 from fla_kda_backend.kernels.wy64.backward.local.memory import SMEM_BYTES, THREADS, Place  # noqa: E402
-from fla_kda_backend.kernels.wy64.prepare.memory import Tensor  # noqa: E402
 from fla_kda_backend.reference import backward as reference  # noqa: E402
+from fla_kda_backend.testing import TOKEN_AXIS  # noqa: E402
 
 BASE = 1024  # of the kernel's shared memory
 ROWS = 64
@@ -110,7 +118,7 @@ def gemm(mma, acc, a, b, _):
     """A k-block of X: T^T from registers, dV' [tokens][values] of a value half."""
     _, k, half = b.picked
     right = half_matrix(int(b.place) + half * ROWS * 128 + 16 * k * 128, 16)
-    found = accumulators(emulator._fragment([emulator.u32(word) for word in a]) @ right)
+    found = accumulators(emulator.fragment([emulator.u32(word) for word in a]) @ right)
     for i, x in enumerate(found):
         acc.iterator[i] = acc.iterator[i] + x if mma.accumulate else x
 
@@ -139,7 +147,7 @@ class Tiles:
         self.wide_gate = variant.gate_dtype == "fp32"
 
 
-loads.Tiles, local.Loads, local.Tensors, emulator.sys.modules["cutlass.cute"].gemm = Tiles, Loads, Tensors, gemm
+loads.Tiles, local.Loads, local.Tensors, sys.modules["cutlass.cute"].gemm = Tiles, Loads, Tensors, gemm
 
 
 # ---- what the other kernels leave --------------------------------------------------------------------------------------
@@ -211,14 +219,17 @@ def rows_of(x):
     return x.contiguous().numpy() if x.dtype == torch.float32 else x.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
-def run(options=None, tail=64, before=0, heads=2, ctas=1, seed=0, regime="normal"):
-    """{"errors": {gradient: relative error}, "failures": [..]} of a case."""
+def run(options=None, tail=64, before=0, heads=2, ctas=1, segment=None, spare=0, seed=0, regime="normal"):
+    """{"errors": {gradient: relative error}, "failures": [what was wrong besides]} of a case; see the module's docstring."""
     options = dict(options or {})
     grouped = heads > 2
     kind = Kind(**options | {"final_state": None})
     case = Case(kind, regime, tail, before, heads=heads)
     call = call_of(case, seed=seed)
     call = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    for name in TOKEN_AXIS:
+        filler = torch.full((1, spare, *call[name].shape[2:]), math.nan, dtype=call[name].dtype)
+        call[name] = torch.cat([call[name], filler], 1) if spare else call[name]
     generator = torch.Generator().manual_seed(seed)
     d_out = torch.randn(call["v"].shape, generator=generator).bfloat16()
     sequences = call["v"].shape[0] if call["cu_seqlens"] is None else len(call["cu_seqlens"]) - 1
@@ -234,22 +245,30 @@ def run(options=None, tail=64, before=0, heads=2, ctas=1, seed=0, regime="normal
     schedule = Schedule(max_ctas=max(ctas, 2), grouped=grouped)
     batch, tokens = call["v"].shape[:2]
     chunk_slots, total = x.chunks.slots, batch * tokens
-    slots = max(chunk_slots) + 1
-    heap = Heap(8192 + record.workspace_bytes(slots, heads) + total * heads * 128 * 40 + slots * heads * 1024 + (1 << 18))
+    all_slots = max(chunk_slots) + 1
+    begin, end = segment or (0, all_slots)
+    slots = end - begin
+    heap = Heap(8192 + record.workspace_bytes(slots, heads) + total * heads * 128 * 40 + all_slots * heads * 1024 + (1 << 18))
     locals_at = heads * slots * (forward_record.RECORD_BYTES + forward_record.FLAG_BYTES)
     workspace = heap.put(record.workspace_bytes(slots, heads))
+    worked_on = torch.zeros(total, dtype=torch.bool)
     for number, slot in enumerate(chunk_slots):
-        for head in range(heads):
-            at = workspace + locals_at + (head * slots + slot) * record.LOCAL_BYTES
-            parts = [inverse(made.T_diagonal[number, head], {bc: n[number, head] for bc, n in made.N.items()})]
-            parts += [image(y[number, head]) for y in (s.S, d.dS, s.V, d.dV)]
-            heap.bytes[at : at + record.LOCAL_BYTES] = np.concatenate(parts)
+        if begin <= slot < end:
+            worked_on[x.chunks.rows[number][x.chunks.inside[number]]] = True
+            for head in range(heads):
+                at = workspace + locals_at + (head * slots + slot - begin) * record.LOCAL_BYTES
+                parts = [inverse(made.T_diagonal[number, head], {bc: n[number, head] for bc, n in made.N.items()})]
+                parts += [image(y[number, head]) for y in (s.S, d.dS, s.V, d.dV)]
+                heap.bytes[at : at + record.LOCAL_BYTES] = np.concatenate(parts)
     bytes_of = {torch.float32: 4, torch.bfloat16: 2}
     dtypes = {"dq": torch.float32 if grouped else torch.bfloat16, "dk": torch.float32 if grouped else torch.bfloat16,
               "dv": torch.bfloat16, "dg": call["g"].dtype, "dbeta": call["beta"].dtype}  # fmt: skip
     shapes = {name: (total, heads, 128) for name in dtypes} | {"dbeta": (total, heads)}
     out = {name: heap.put(math.prod(shapes[name]) * bytes_of[dtype]) for name, dtype in dtypes.items()}
-    sums = {name: heap.put(slots * heads * 512) if wants else 0 for name, wants in (("d_bias_sums", kind.dt_bias), ("d_a_log_sums", kind.a_log))}
+    sums = {
+        name: heap.put(all_slots * heads * 512) if wants else 0
+        for name, wants in (("d_bias_sums", kind.dt_bias), ("d_a_log_sums", kind.a_log))
+    }
     args = types.SimpleNamespace(
         q_map=rows_of(call["q"]), k_map=rows_of(call["k"]), v_map=rows_of(call["v"]), g_map=rows_of(call["g"]),
         d_out_map=rows_of(d_out), coordinates=None, g_coordinates=None,
@@ -259,7 +278,7 @@ def run(options=None, tail=64, before=0, heads=2, ctas=1, seed=0, regime="normal
         cu_seqlens=heap.tensor(call["cu_seqlens"]), workspace=emulator.Int64(workspace), **out, **sums,
         scale=emulator.Float32(x.scale), gate_scale=emulator.Float32((call["lower_bound"] or 0.0) * math.log2(math.e)),
         seq_len=emulator.Int32(tokens), num_seqs=emulator.Int32(sequences), heads=emulator.Int32(heads),
-        heads_per_qk_head=heads // call["q"].shape[2], slot_begin=emulator.Int32(0), slots=emulator.Int32(slots),
+        heads_per_qk_head=heads // call["q"].shape[2], slot_begin=emulator.Int32(begin), slots=emulator.Int32(slots),
     )  # fmt: skip
     failures = []
     kernel = local.LocalGradients(kind, schedule)
@@ -270,15 +289,21 @@ def run(options=None, tail=64, before=0, heads=2, ctas=1, seed=0, regime="normal
 
     errors = {}
     for name, dtype in dtypes.items():
-        want = wanted[name[1:]].double().flatten(0, 1)
-        errors[name] = relative(heap.read(out[name], shapes[name], dtype), want.reshape(shapes[name]))
-    inside = torch.zeros(slots, dtype=torch.bool)
-    inside[chunk_slots] = True
+        want = wanted[name[1:]].double().flatten(0, 1).reshape(shapes[name])
+        stored = heap.read(out[name], shapes[name], dtype)
+        errors[name] = relative(stored[worked_on], want[worked_on])
+        in_sequences = total - spare
+        left = stored[:in_sequences][~worked_on[:in_sequences]]
+        if not left.isnan().all() or not (stored[in_sequences:] == 0).all():
+            failures.append(f"{name} of rows that are not the launch's")
     for name, want in (("d_bias_sums", "dt_bias"), ("d_a_log_sums", "A_log")):
         if sums[name]:
-            total_sums = heap.read(sums[name], (slots, heads, 128), torch.float32).double().sum(0)
-            total_sums = total_sums if want == "dt_bias" else total_sums.sum(1)
-            errors[name] = relative(total_sums, wanted[want].double().reshape(total_sums.shape))
+            stored = heap.read(sums[name], (all_slots, heads, 128), torch.float32).double()
+            if stored[begin:end].isnan().any() or not (stored[:begin].isnan().all() and stored[end:].isnan().all()):
+                failures.append(f"{name} of other slots than the launch's")
+            if segment is None:
+                over_slots = stored.sum(0) if want == "dt_bias" else stored.sum((0, 2))
+                errors[name] = relative(over_slots, wanted[want].double().reshape(over_slots.shape))
     return {"errors": errors, "failures": failures}
 
 

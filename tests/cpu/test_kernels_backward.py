@@ -1,6 +1,7 @@
 """What the compiler makes of the 64-token kernels' backward pass; needs the DSL, no GPU."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import compiling
 import pytest
@@ -31,7 +32,9 @@ def covering():
     chosen = []
     for n, row in enumerate(compiling.pairwise(rows)):
         options = dict(zip(names, row))
-        parameters = {"a_log": None, "dt_bias": None} if options["gate"] == "given" else {"dt_bias": (None, "bf16", "fp32")[n % 3]}
+        parameters = (
+            {"a_log": None, "dt_bias": None} if options["gate"] == "given" else {"dt_bias": (None, "bf16", "fp32")[n % 3]}
+        )
         states = {"d_final_state": n % 2 == 0, "d_initial_state": options["initial_state"] is not None and n % 3 != 0}
         chosen.append(options | parameters | states | {"state_v_first": n % 4 < 2, "beta_dtype": ("bf16", "fp32")[n % 2]})
     return chosen
@@ -57,8 +60,14 @@ WAIT, LAUNCH = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 def reports(request, tmp_path_factory):
     """Number of a variant -> report, of those whose tests are run."""
     numbers = compiling.selected(request, "compiled")
-    options = [DEFAULTS | VARIANTS[n] for n in numbers]
-    return dict(zip(numbers, compiling.reports("wy64_backward", "sm_90a", options, tmp_path_factory.mktemp("compile"))))
+    halves = [half for half in (numbers[::2], numbers[1::2]) if half]
+
+    def reports_of(half):
+        options = [DEFAULTS | VARIANTS[n] for n in half]
+        return compiling.reports("wy64_backward", "sm_90a", options, tmp_path_factory.mktemp("compile"))
+
+    with ThreadPoolExecutor(2) as two_at_a_time:
+        return dict(zip(itertools.chain(*halves), itertools.chain(*two_at_a_time.map(reports_of, halves))))
 
 
 def label(n):
