@@ -1,15 +1,15 @@
 """Runs a kernel's own Python on the CPU, without the DSL: interprets its PTX, and looks for races in shared memory.
 
-A value of a thread is an array over the 32 lanes of its warp (`Lanes`); a warp is a thread of Python. `install` puts a stand-in for
-`cutlass` into sys.modules, so its process can no longer compile. The text that ptx.py hands to LLVM is executed by `Ptx`. WGMMA
+A value of a thread is an array over the 32 lanes of its warp (`Lanes`); a warp is a thread of Python. `install` puts a stand-in
+for `cutlass` into sys.modules, so its process can no longer compile. The text that ptx.py hands to LLVM is executed by `Ptx`. WGMMA
 and tensor-map loads have no such text: who emulates a kernel computes them, with `Machine.read_matrix` and `Machine.copy`.
 
 Races: every warp and every mbarrier's copies have a vector clock. An access of a word must come after the word's last write, a
 write also after all reads, by a chain of barriers, mbarriers or (between lanes of a warp) sync_warp. What the copy engine
 overwrites and what WGMMA reads must have been fenced by the thread that wrote it.
 
-Branches that only some lanes take: an `if` without `else` is run with the other lanes masked, see `Masked`; so its body may store,
-and may not assign what is used after it.
+Branches that only some lanes take: an `if` without `else` is run with the other lanes masked, see `Masked`; so its body may
+store, and may not assign what is used after it.
 """
 
 import ast

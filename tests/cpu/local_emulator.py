@@ -10,8 +10,8 @@ A case has the arguments of `run`:
     segment              the slots [begin, end) that the launch covers; otherwise all
     spare                packed rows behind all sequences
 
-A report: "errors", the relative errors of the gradients, by name; "failures", what else went wrong: races, and stores where none
-should be.
+A report: "errors", the relative errors of the gradients, by name; "failures", what else went wrong: races, and stores where
+none should be.
 
 The kernel gets what the other kernels would have left (reference.backward, in fp64, rounded to the records' dtypes) and NaN
 wherever a row belongs to no token of its sequence. It needs a process of its own, see lane_emulator.py, and not the DSL.
