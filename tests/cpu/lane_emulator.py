@@ -1,8 +1,8 @@
 """Runs a kernel's own Python on the CPU, without the DSL: interprets its PTX, and looks for races in shared memory.
 
 A value of a thread is an array over the 32 lanes of its warp (`Lanes`); a warp is a thread of Python. `install` puts a stand-in
-for `cutlass` into sys.modules, so its process can no longer compile. The text that ptx.py hands to LLVM is executed by `Ptx`. WGMMA
-and tensor-map loads have no such text: who emulates a kernel computes them, with `Machine.read_matrix` and `Machine.copy`.
+for `cutlass` into sys.modules, so its process can no longer compile. The text that ptx.py hands to LLVM is executed by `Ptx`.
+WGMMA and tensor-map loads have no such text: who emulates a kernel computes them, with `Machine.read_matrix` and `Machine.copy`.
 
 Races: every warp and every mbarrier's copies have a vector clock. An access of a word must come after the word's last write, a
 write also after all reads, by a chain of barriers, mbarriers or (between lanes of a warp) sync_warp. What the copy engine
@@ -406,7 +406,7 @@ class Machine:
         def warp(number):
             here.warp, here.mask = number, np.ones(32, bool)
             try:
-                with self.turn:
+                with self.turn, np.errstate(all="ignore"):
                     work()
             except BaseException as error:
                 if not isinstance(error, threading.BrokenBarrierError):
@@ -417,11 +417,10 @@ class Machine:
         self.block = block
         self._join(range(self.warps))
         threads = [threading.Thread(target=warp, args=(w,)) for w in range(self.warps)]
-        with np.errstate(all="ignore"):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         if errors:
             raise errors[0]
 
