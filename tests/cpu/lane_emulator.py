@@ -2,7 +2,8 @@
 
 A value of a thread is an array over the 32 lanes of its warp (`Lanes`); a warp is a thread of Python. `install` puts a stand-in
 for `cutlass` into sys.modules, so its process can no longer compile. The text that ptx.py hands to LLVM is executed by `Ptx`.
-WGMMA and tensor-map loads have no such text: who emulates a kernel computes them, with `Machine.read_matrix` and `Machine.copy`.
+WGMMA and tensor-map loads have no such text: who emulates a kernel computes them, with `Machine.read_matrix` and
+`Machine.copy`.
 
 Races: every warp and every mbarrier's copies have a vector clock. An access of a word must come after the word's last write, a
 write also after all reads, by a chain of barriers, mbarriers or (between lanes of a warp) sync_warp. What the copy engine
