@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from . import planning
-from .call import Call
+from .call import DEVICE_INPUTS, Call
 from .compiling.spec import KernelSpec
 from .geometry import (
     DIM,
@@ -44,6 +44,7 @@ class BackwardGeometry:
     d_carries: Allocation | None  # [2, HV, V, K], gradients of states between segments
     segments: tuple[Any, ...]  # the Numbers of each launch, from the first slot on, for a contiguous d_out
     readings: tuple[Reading, ...]  # of DEVICE_INPUTS
+    inputs: tuple[Any, ...]  # of DEVICE_INPUTS that are read, what `metadata` says, or None
 
     def __hash__(self) -> int:
         return hash((self.device, self.spec, self.wanted, self.segments))
@@ -97,6 +98,7 @@ def backward_geometry(call: Call, forward: Geometry, wanted: tuple[str, ...]) ->
         "d_out": forward.out,
         "d_final_state": states if plan.schedule.d_final_state else None,
         "readings": forward.readings,
+        "inputs": tuple(metadata(dict(call.inputs).get(name)) for name in DEVICE_INPUTS),
         "states_spec": None,
         "carries": None,
         "d_carries": None,
@@ -111,6 +113,11 @@ def backward_geometry(call: Call, forward: Geometry, wanted: tuple[str, ...]) ->
         segments=(family.numbers(**(numbers | {"slot_begin": 0, "slot_end": slots})),),
     )
     return in_segments(in_one, slots_per_segment(family.record, slots, heads))
+
+
+def metadata(x: torch.Tensor | None) -> Any:
+    """What of an input is read between its call and the backward as it was; last its strides, which hooks may change."""
+    return None if x is None else (x.shape, x.dtype, x.device, x.stride())
 
 
 def in_segments(of: BackwardGeometry, per_segment: int) -> BackwardGeometry:

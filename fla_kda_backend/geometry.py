@@ -222,4 +222,5 @@ def reading_whole(x: torch.Tensor | None) -> Reading:
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
+    shape = tuple(shape)  # not a torch.Size, which the allocator does not take
     return Allocation(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype)

@@ -19,6 +19,9 @@ WGMMA_CAPABILITY = (9, 0)  # the only one whose tensor cores have the instructio
 REPLAY_TASKS = 40  # without overlap: 40 tasks 191 against 204, 48 tasks 220 against 224, 64 tasks 305 against 271
 OVERLAP_TASKS = 256  # overlap: 48 tasks 190 against 225, 64 tasks 236 to 270, 96 tasks 351 to 384, 192 tasks 758 to 783
 OVERLAP_REPLAY_TASKS = 24  # both: 24 tasks 119 against 132 with overlap alone, 28 tasks 136 against 121
+# CTAs of both chains of a backward, of 132 SMs, up to which the local gradients run beside them. Both idle the less the more
+# CTAs the chains have, and share the L2 and its bandwidth the longer.
+BESIDE_CTAS = 40
 LONG = 2048  # tokens per sequence, on average, from which on they pay: 2,048 tokens 35 against 40 us, 1,024 tokens 28 to 29
 
 
@@ -70,8 +73,24 @@ def backward(call: Call, forward: Plan, wanted: tuple[str, ...]) -> Plan:
         d_final_state=forward.variant.final_state is not None,
         d_initial_state="initial_state" in wanted,
         grouped=call.heads != call.qk_heads,
+        beside=beside_chains(call.tokens, call.num_sequences, call.heads, forward.schedule.max_ctas, variant),
     )
     return Plan("wy64_backward", variant, schedule, min(2 * call.num_sequences * call.heads, schedule.max_ctas))
+
+
+def beside_chains(tokens: int, num_sequences: int, heads: int, sm_count: int, variant: Variant) -> bool:
+    """Whether the local gradients of a backward run beside its two chains, each of two CTAs per sequence and HV `heads`.
+
+    That is for few and long chains, which leave SMs idle. The order in which the chunks of a sequence get ready must be known
+    without cu_seqlens of several sequences, and one launch must cover all slots: `in_segments` takes it back.
+    """
+    chain_ctas = 4 * num_sequences * heads
+    return (
+        chain_ctas > 0
+        and tokens // num_sequences >= LONG
+        and chain_ctas <= BESIDE_CTAS * sm_count // 132
+        and (num_sequences == 1 or variant.cu_seqlens is None)
+    )
 
 
 def states_only(schedule: Any) -> Any:

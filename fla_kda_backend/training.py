@@ -10,10 +10,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import op
-from .backward_geometry import SLICE, BackwardGeometry, halved
+from .backward_geometry import SLICE, BackwardGeometry, halved, metadata
 from .call import DEVICE_INPUTS
 from .failures import NotPlainMemory
-from .geometry import reading
+from .geometry import STRIDED, reading, reading_whole, strides_of
 from .kernels.families import FAMILIES
 from .reference.gold import L2_NORM_EPS
 
@@ -87,13 +87,12 @@ class Backward(op.OnDevice):
         d_out = empty(*of.d_out).zero_() if d_out is None else d_out.resolve_neg()
         if of.d_final_state is not None:
             d_final_state = empty(*of.d_final_state).zero_() if d_final_state is None else d_final_state.contiguous()
-        how = reading(d_out, True)
         tensors, names = (*inputs, d_out), (*DEVICE_INPUTS, "d_out")
-        copies, strides, addresses = op.copied(names, tensors, (*of.readings, how))  # copies are alive until the launch
-        if any(0 <= address < self.lowest for address, x in zip(addresses, tensors) if x is not None):
+        readings, strides = self._readings(inputs, d_out)
+        copies, of_copies, addresses = op.copied(names, tensors, readings)  # copies are alive until the launch
+        if any(address < self.lowest for address, x in zip(addresses, tensors) if x is not None):
             raise NotPlainMemory(op.NO_MEMORY)
-        if how.as_it_is is not None and "d_out_token" not in strides:
-            strides |= op.strides_of("d_out", how.as_it_is)
+        strides |= of_copies
         q, k, v, g, beta, initial_state, cu_seqlens, a_log, dt_bias, d_out_address = addresses
         if d_final_state is not None and d_final_state.data_ptr() % op.ALIGNMENT:
             d_final_state = d_final_state.clone()
@@ -146,6 +145,21 @@ class Backward(op.OnDevice):
         for number in reversed(range(len(segments))):
             addresses = self.pack(**given, **gradients, **carried(number), **d_carried(number))
             self.kernels(*addresses, *segments[number], stream)
+
+    def _readings(self, inputs: tuple[Any, ...], d_out: Any) -> tuple[list[Any], dict[str, int]]:
+        """(readings of the inputs and d_out, what of Numbers they change): hooks on saved tensors may give other strides."""
+        strides: dict[str, int] = {}
+        readings = []
+        for name, x, expected, how in zip(DEVICE_INPUTS, inputs, self.geometry.inputs, self.geometry.readings):
+            found = metadata(x)
+            if found != expected:
+                if x is None or expected is None or found[:-1] != expected[:-1]:
+                    raise NotPlainMemory(f"{name} was saved as {expected} and given back as {found}")
+                how = reading(x, True) if name in STRIDED else reading_whole(x)
+                strides |= strides_of(name, how.as_it_is or how.as_a_copy)
+            readings.append(how)
+        how = reading(d_out, True)
+        return [*readings, how], strides | strides_of("d_out", how.as_it_is or how.as_a_copy)
 
     def _finished(self, name: str, found: Any, x: Any) -> Any:
         """The gradient of an input x, from what the kernels have written."""

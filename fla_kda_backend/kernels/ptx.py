@@ -288,6 +288,9 @@ stg_release_b32 = ordered(
     "Store 4 bytes after everything that this thread has written or has synchronised with.",
 )
 
+red_add_b32 = ordered("red.relaxed.gpu.global.add.u32 [$0], $1;", "lr ->", "Add to 4 bytes.")
+atom_add_b32 = ordered("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", "lr -> r", "Add to 4 bytes; returns what they were.")
+
 
 def stg_words(address, words):
     """Store 1, 2 or 4 words with one instruction; the address is aligned to their size."""
@@ -348,6 +351,8 @@ bulk_store = ordered(
 )
 bulk_commit = ordered("cp.async.bulk.commit_group;", "->", "Close a group of bulk stores.")
 bulk_wait = ordered("cp.async.bulk.wait_group 0;", "->", "Wait until this thread's closed groups of bulk stores have written.")
+bulk_wait_but_two = ordered("cp.async.bulk.wait_group 2;", "->", "bulk_wait of all groups but the last two.")
+bulk_wait_but_five = ordered("cp.async.bulk.wait_group 5;", "->", "bulk_wait of all groups but the last five.")
 bulk_wait_read = ordered("cp.async.bulk.wait_group.read 0;", "->", "Wait until they have read their source.")
 bulk_wait_read_but_one = ordered("cp.async.bulk.wait_group.read 1;", "->", "bulk_wait_read of all groups but the last one.")
 fence_proxy_async = ordered(

@@ -15,6 +15,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as this file is run as a script
+
+import outstanding
+
 CLASSES = ("PrepareChunk16", "RecurrenceSplit", "PrepareWY64", "ChainWY64", "ChainReplayWY64", "ChainStates", "ReverseChain",
            "LocalGradients")  # fmt: skip
 # The copy engine sees what other threads wrote only after each one's fence and a barrier.
@@ -31,13 +35,14 @@ def report(spec):
         file.write(artifact.cubin)
         file.flush()
         usage = disassembler("cuobjdump", "-res-usage", file.name)
-        sass = disassembler("nvdisasm", "-c", file.name)
+        sass = disassembler("nvdisasm", "-c", "-hex", file.name)
     kernels = {}
     for function, registers, stack in re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", usage):
         kernels[class_of(function)] = {"registers": int(registers), "stack": int(stack)}
     for section in re.split(r"^\s*\.section\s+\.text\.", sass, flags=re.M)[1:]:
         opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?((?:WARPGROUP\.)?[A-Z][A-Z0-9]*)", section, flags=re.M)
-        kernels[class_of(section.split(",")[0])]["sass"] = Counter(opcodes)
+        kernel = kernels[class_of(section.split(",")[0])]
+        kernel["sass"], kernel["handovers"] = Counter(opcodes), outstanding.handovers(section)
     for name, body in re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", artifact.ptx, flags=re.S):
         kernels[class_of(name)]["fenced"] = bool(re.search(FENCED_STORE, body, re.S))
         opcodes = re.findall(r"^\s*(?:@!?%p\d+\s+)?\{?\s*([a-z][\w.:]+)", body, flags=re.M)

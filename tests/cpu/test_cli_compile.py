@@ -295,7 +295,7 @@ def test_training_steps_add_forward_and_backward(capsys):
     added = [line for line in training if line not in plain]
     assert [line for line in training if line in plain] == plain
     assert {line.split()[0] for line in added} == {"wy64_backward"}  # the forwards are those of prefills
-    assert len([line for line in added if "segmented" not in line]) == 3  # by cu_seqlens
+    assert len([line for line in added if "segmented" not in line]) == 6  # by cu_seqlens and `beside`
     assert any("computes gradients on compute capability 9.0" in line for line in listed("--training", "--arch", "sm_100a"))
 
 

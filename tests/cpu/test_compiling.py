@@ -34,7 +34,8 @@ CHANGES = {
                      {"intermediate_states": 32}],
     "wy64": [{"max_ctas": 114}, {"overlap": True}, {"replay": True}, {"direct": True}, {"segmented": True}],
     "wy64_backward": [{"max_ctas": 114}, {"segmented": True}, {"segmented": True, "stage": "states"}, {"d_final_state": True},
-                      {"d_initial_state": True, "initial_state": "fp32", "cu_seqlens": "int32"}, {"grouped": True}],
+                      {"d_initial_state": True, "initial_state": "fp32", "cu_seqlens": "int32"}, {"grouped": True},
+                      {"beside": True}],
 }  # fmt: skip
 NO_STATES = {"intermediate_states", "final_state"}  # which a backward does not write
 needs_dsl = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL")

@@ -4,6 +4,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import compiling
+import outstanding
 import pytest
 from call_table import gate_takes
 
@@ -125,6 +126,7 @@ def check_prepare(kernel, smem, options, arch):
     assert sass["HMMA"] == ptx[BF16_MMA] + ptx.get(F16_MMA, 0)  # no other shape: the bits depend on it
     assert ptx[BULK_STORE] == 1 and kernel["fenced"]
     assert ptx["griddepcontrol.launch_dependents"] == 1
+    assert not outstanding.violations(kernel["handovers"], {})
 
 
 def check_recurrence(kernel, options, spilled):
@@ -143,6 +145,8 @@ def check_recurrence(kernel, options, spilled):
     assert ptx.get("st.global.b32", 0) == rows_of_out + states
     assert ptx[BULK_LOAD] == 1
     assert ptx["griddepcontrol.wait"] == 1
+    assert any("A1T0" in one["instruction"] for one in kernel["handovers"])
+    assert not outstanding.violations(kernel["handovers"], outstanding.recurrence_split())
 
 
 @pytest.mark.parametrize(

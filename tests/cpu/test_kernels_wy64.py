@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 
 import compiling
+import outstanding
 import pytest
 from call_table import gate_takes
 
@@ -129,6 +130,7 @@ def check_prepare(kernel, smem, options):
     final = DIRECT_FINAL if options["direct"] and options["final_state"] else 0
     expected += DIRECT * options["direct"] + final
     assert products == expected and sass["HMMA"] == products + final  # ptxas doubles the body of this loop
+    assert not outstanding.violations(kernel["handovers"], outstanding.prepare())
 
 
 def check_chain(kernel, options):
@@ -155,6 +157,11 @@ def check_chain(kernel, options):
     assert ptx.get("st.release.gpu.global.b32", 0) == flags
     assert ptx.get("ld.acquire.gpu.global.b32", 0) == 2 * flags + loaders  # before the loop and in it; in it
     assert ptx.get("nanosleep.u32", 0) == flags + loaders
+    from fla_kda_backend.kernels.wy64.chain.shared import CHAIN_STAGES, OUTPUT_STAGES
+
+    allowed = outstanding.chain(CHAIN_STAGES, OUTPUT_STAGES)
+    assert {one["barrier"] for one in kernel["handovers"] if "A1T0" in one["instruction"]} <= set(allowed)
+    assert not outstanding.violations(kernel["handovers"], allowed)
 
 
 def refused(match, **options):

@@ -304,16 +304,29 @@ def test_tensors_die_with_their_graph(world):
     assert not any(reference() is not None for reference in references) and len(memo._verdicts) == 1
 
 
-def test_a_hook_may_give_other_memory(world):
-    call = short()
-    plain = gradients(world.run(**call), call, [torch.ones(1, 80, 2, 128, dtype=torch.bfloat16), None])
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x.numpy(force=True) if x.dtype == torch.float32 else x.clone(),
-        lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x),
-    ):
+@pytest.mark.parametrize("layout", ["whole", "fused", "transposed"])
+def test_a_hook_may_give_other_memory(world, layout):
+    call = leaves(call_of(Case(Kind(), layout=layout, **SHORT)))
+    results = world.run(**call)
+    incoming = along(results)
+    plain = gradients(results, call, incoming)
+
+    def moved(x):
+        return torch.cat([x, x])[: len(x)].contiguous()
+
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda x: x):
         results = world.run(**call)
-    found = gradients(results, call, [torch.ones(1, 80, 2, 128, dtype=torch.bfloat16), None])
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    found = gradients(results, call, incoming)
+    assert all(torch.equal(found[name], plain[name]) for name in plain) and not world.fla
+
+
+def test_a_hook_that_gives_another_dtype_is_left_to_fla(world):
+    call = short()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.float(), lambda x: x):
+        results = world.run(**call)
+    incoming = along(results)
+    assert gradients(results, call, incoming) and world.fla == 1
+    assert "was saved as" in world.seen[-1].message and not backend._failures._kept
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -373,6 +386,17 @@ def test_autocast_changes_nothing(world):
         results = world.run(**call)
         found = gradients(results, call, [torch.ones(1, 80, 2, 128, dtype=torch.bfloat16), None])
     assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def test_inside_torch_compile(world):
+    call = short()
+    plain = gradients(world.run(**call), call, [torch.ones(1, 80, 2, 128, dtype=torch.bfloat16), None])
+
+    def model(call):
+        return world.run(**call)[0].float().sum()
+
+    torch.compile(model, backend="eager")(call).backward()
+    assert all(torch.equal(call[name].grad, plain[name]) for name in plain) and not world.fla
 
 
 # ---- the log and the switches ------------------------------------------------------------------------------------------

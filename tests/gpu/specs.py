@@ -101,6 +101,16 @@ STATES = tuple(
 )
 REPLAYED = (call_table.SOFTPLUS, call_table.KIMI)
 KEYS_FIRST = Variant(state_v_first=False, cu_seqlens="int64")  # of sequences of one chunk
+# run again and again: setting, kind, runs. Rows of a K-first state take the most stores, behind which loads wait
+PACKED_KIND = call_table.Kind(cu_seqlens="int64")
+STATES_OFTEN = call_table.Kind(gate="given", gate_dtype="fp32", a_log=None, dt_bias=None, beta="given", beta_dtype="fp32",
+                               l2norm=False, state_v_first=False, intermediate_states=32, cu_seqlens="int64")  # fmt: skip
+REPEATED = (
+    ("robust", STATES_OFTEN, 2000),
+    ("exact", PACKED_KIND, 500),
+    ("wy64", replace(STATES_OFTEN, intermediate_states=64), 500),
+    ("wy64 replay", replace(STATES_OFTEN, intermediate_states=None), 500),
+)
 
 # with gradients: what models train with, packed sequences, and those that run in segments as well
 TRAINED = Variant(final_state=None)
@@ -145,6 +155,7 @@ def specs_of_calls():
     found = [spec_of(kind) for kind in (*call_table.KINDS, *BY_NAME, *STATES, *stateless)]
     found += [spec_of(case.kind, DIRECT) for case in call_table.CASES if is_direct(case)]
     found += [spec_of(KEYS_FIRST, setting) for setting in ("wy64", DIRECT)]
+    found += [spec_of(kind, setting) for setting, kind, _ in REPEATED]
     found += [spec_of(kind, setting) for kind in REPLAYED for setting in ("wy64 replay", *OVERLAP)
               if kind.cu_seqlens is None or setting == "wy64 replay"]  # fmt: skip
     found += [spec_of(kind, setting) for setting, kind in models.VARIANTS]
@@ -167,12 +178,14 @@ def specs_of_training():
     found = [backward_spec(kind) for kind in kinds]
     found += [backward_spec(case.kind, case.heads != call_table.QK_HEADS) for case in call_table.CASES]
     found += [backward_spec(call_table.FLASHKDA, wants_state=False), backward_spec(call_table.FLASHKDA, grouped=True)]
+    found += [backward_spec(kind, beside=True) for kind in kinds]
     for kind in BACKWARD_SEGMENTED:
         found.append(backward_spec(kind, segmented=True))
         found.append(backward_spec(kind, segmented=True, stage="states", d_final_state=False, d_initial_state=False))
     found += [spec_of(kind) for kind in kinds] + [spec_of(kind, segmented=True) for kind in BACKWARD_SEGMENTED]
     found += [spec_of(case.kind, DIRECT if is_direct(case) else "wy64") for case in call_table.CASES]
-    return list(dict.fromkeys([*found, spec_of(TRAINED, "wy64 overlap")]))
+    found += [spec_of(TRAINED, "wy64 overlap"), spec_of(call_table.FLASHKDA, "wy64 overlap replay")]
+    return list(dict.fromkeys(found))
 
 
 def needed_specs():

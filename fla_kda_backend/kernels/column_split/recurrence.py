@@ -23,9 +23,9 @@ Warp roles: `compute_warps` warps compute, one more, the loader, loads.
 
     loader    per chunk: waits for the stage's `empty`; the record with one bulk copy and the 16 rows of v with cp.async (rows
               past the end become 0), both completing on the stage's `full`
-    compute   per chunk: waits for `full`, arrives on `empty` of the chunk before, computes, stores out; each warp owns BV / compute_warps columns
-              outright: its part of S stays in registers for the whole sequence (state.py), and through movmatrix as bf16 in
-              the layout of the B operand
+    compute   per chunk: waits for `full`, computes P and O, arrives on `empty` of the chunk before, computes the rest, stores
+              out; each warp owns BV / compute_warps columns outright: its part of S stays in registers for the whole sequence
+              (state.py), and through movmatrix as bf16 in the layout of the B operand
 """
 
 from typing import NamedTuple
@@ -300,8 +300,9 @@ class RecurrenceSplit:
                     s = (operand[j, block, 0], operand[j, block, 1])
                     p[j] = ptx.mma_bf16(k_start, s, p[j])
                     o[j] = ptx.mma_bf16(q_start, s, o[j])
-            # The stage of the chunk before, by every lane: no lane's reads hang on another's arrival. Only here: an arrival passes
-            # by loads that still wait for the memory pipe, behind stores of states for long, but not by what used their results.
+            # The stage of the chunk before, by every lane: no lane's reads hang on another's arrival. Only here: an arrival
+            # passes by loads that still wait for the memory pipe, behind stores of states for long, but not by what used their
+            # results.
             if n > 0:
                 cute.arch.mbarrier_arrive(ring.empty + position.stage_before())
             v = [ptx.lds_words(v_words + at + 8 * r * self.v_row, self.tiles) for r in range(2)]

@@ -37,7 +37,9 @@ there, all phases of every `full` have completed, so all bytes have arrived, and
 ordered before the barrier. So no CTA exits while something may still come into it.
 
 Order. What the arrivals hand over is the permission to write, not data. What a stage held has been read by then: by tensor
-cores whose products the warp has waited for, and by loads of shared memory, which are executed in order before the arrival.
+cores whose products the warp has waited for, and by loads of shared memory whose results the warp has used, or behind which it
+has fenced. That they stand before the arrival is not enough: it passes by loads that wait for the memory pipe, see
+docs/lab/once_other_bits.md. Whether a use stands before an arrival ptxas decides; tests/outstanding.py looks.
 So the arrivals need no release at cluster scope, which would have each link wait for the warp's stores to global memory.
 Data come through `full` only, from the copy engine to the waiting thread.
 """

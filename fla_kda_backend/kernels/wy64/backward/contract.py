@@ -76,6 +76,7 @@ class Schedule:
     d_final_state: bool = False  # there is a gradient of the final states
     d_initial_state: bool = False  # the gradient of the initial states is wanted
     grouped: bool = False  # several value heads share a head of q and k: see Addresses.dq
+    beside: bool = False  # local gradients beside the chains; for sequences of equal length, or one packed sequence
 
     # the choices of the forward's Schedule that its kernels ask for
     overlap = replay = direct = False
@@ -88,6 +89,8 @@ class Schedule:
             raise ValueError(f"stage must be one of {STAGES}, got {self.stage!r}")
         if self.stage == "states" and not self.segmented:
             raise ValueError("stage='states' needs segmented=True")
+        if self.beside and self.segmented:
+            raise ValueError("beside=True needs segmented=False")
         if variant.intermediate_states or variant.final_state:
             raise ValueError("needs a variant without final and intermediate states: the backward writes none")
         if self.d_initial_state and variant.initial_state is None:
@@ -95,7 +98,7 @@ class Schedule:
 
     def in_segments(self) -> "Schedule":
         """The schedule of launches that cover only some slots each."""
-        return replace(self, segmented=True)
+        return replace(self, segmented=True, beside=False)
 
     def starts_from_zero(self, variant: Variant) -> bool:
         """Never: the reverse chain needs W and Q of first chunks, too."""
@@ -104,4 +107,4 @@ class Schedule:
     @property
     def params(self) -> dict[str, object]:
         """What the dispatch log shows."""
-        return {"max_ctas": self.max_ctas}
+        return {"max_ctas": self.max_ctas, **({"beside": True} if self.beside else {})}

@@ -1,6 +1,9 @@
 """The workspace of the backward kernels: byte offsets and sizes; free of the DSL.
 
-    records  [head][slot], and their flags: as the forward's, see ../record.py
+    records  [head][slot]: as the forward's, see ../record.py
+    flags    [head][slot], of four int32, where the local gradients run beside the chains. At READY_AT stands how many of the
+             READY_PARTS CTAs that write to the local record have done so: two value halves, two chains. At NEXT_AT of the
+             very first one stands the number of the next pair that no CTA of the local gradients has taken
     locals   [head][slot]: what the local gradients of a chunk need beside the inputs, see below
 
 A local record holds images as they are wanted in shared memory. A swizzled image has rows of 128 bytes; its 16-byte piece p
@@ -8,8 +11,8 @@ of row r lies at piece p ^ (r & 7).
 
     T       fp16, the diagonal blocks of (I + M)^-1, one per band, transposed: [band][16 columns][16 rows], 32 bytes a column,
             piece p of column c at piece p ^ (c >> 2 & 1)
-    N       -N_bc of the bands c < b, at block b * (b - 1) / 2 + c, 1 KB each: two parts, lead and rest, of [32 lanes][16 bytes],
-            as elimination.py takes them
+    N       -N_bc of the bands c < b, at block b * (b - 1) / 2 + c, 1 KB each: two parts, lead and rest, of [32 lanes][16
+            bytes], as elimination.py takes them
     S       bf16, the state before the chunk: per value half a swizzled image [128 keys][64 values]
     dS      bf16, the gradient of the state after the chunk, the same
     V       bf16, V': per value half a swizzled image [64 tokens][64 values]
@@ -31,6 +34,8 @@ V_AT = DS_AT + 2 * STATE_HALF_BYTES
 DV_AT = V_AT + 2 * V_HALF_BYTES
 LOCAL_BYTES = DV_AT + 2 * V_HALF_BYTES
 assert S_AT % 1024 == LOCAL_BYTES % 1024 == 0
+
+READY_AT, NEXT_AT, READY_PARTS = 4, 8, 4
 
 
 def workspace_bytes(slots, heads, replay=False):

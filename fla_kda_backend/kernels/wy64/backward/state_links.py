@@ -129,6 +129,8 @@ class StateWarps:
             t.load_u(following.stage, k)  # whatever stands there, where no link follows
         shared.output.wait_full(output)
         warpgroup.wait_group(0)
+        # Their stage is freed, and an arrival passes by loads.
+        ptx.wait_for_loads(t.decay_at, [t.decay_words[0, k] for k in range(8)])
         with cute.arch.elect_one():
             self.cluster.free(shared.chain.empty + chain.stage)
         for c in cutlass.range(1, links, unroll=1):

@@ -39,6 +39,9 @@ Order. The chain warps write images by ordinary stores, then arrive (release); t
 and has the copy engine read them. It waits until they are read, and arrives; the chain warps wait for that before they store
 again.
 
+Beside the local gradients (launch.py) the writer counts a chunk as left there once its copies are complete, which it asks for
+two chunks later or more, so that it does not wait.
+
 Other grids. All of a CTA's reads of records come after a wait for prepare. Each CTA lets the reverse chain start after such a
 wait, so that the reverse chain finds prepare's records complete; see launch.py.
 """
@@ -55,12 +58,12 @@ from fla_kda_backend.kernels.ring import RingPosition
 from fla_kda_backend.kernels.wy64.backward.record import LOCAL_BYTES, S_AT, STATE_HALF_BYTES, V_AT, V_HALF_BYTES
 from fla_kda_backend.kernels.wy64.backward.state_links import StateWarps
 from fla_kda_backend.kernels.wy64.backward.state_shared import SMEM_BYTES, StateShared
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, publish_at, publish_rest, ready_address
 from fla_kda_backend.kernels.wy64.chain.arguments import Cta
 from fla_kda_backend.kernels.wy64.chain.loaders import ChainLoader, Loader
 from fla_kda_backend.kernels.wy64.chain.shared import QK_BYTES, QKA_BYTES
 from fla_kda_backend.kernels.wy64.cluster import CTAS, Cluster, whole_clusters
-from fla_kda_backend.kernels.wy64.record import K_END_AT, K_END_BYTES, Q_BYTES, RECORD_BYTES
+from fla_kda_backend.kernels.wy64.record import FLAG_BYTES, K_END_AT, K_END_BYTES, Q_BYTES, RECORD_BYTES
 from fla_kda_backend.kernels.wy64.tasks import Tasks
 from fla_kda_backend.kernels.wy64.workspace import Workspace
 
@@ -105,11 +108,28 @@ class StateTasks(Tasks):
 class RecordLoader(ChainLoader):
     """Fills the chain ring: W, U and the decay of each link."""
 
+    def __init__(self, cta):
+        super().__init__(cta)
+        self.beside = cta.schedule.beside
+
     @cute.jit
     def run(self):
         ptx.dependency_wait()  # in every CTA, also where it has no chunk
+        if const_expr(self.beside):
+            self.clear_next()
         ptx.dependency_launch()  # and then the reverse chain may start
         self.fill()
+
+    @cute.jit
+    def clear_next(self):
+        """The local gradients begin with the first pair."""
+        args = self.args
+        block, _, _ = cute.arch.block_idx()
+        if block == 0:
+            with cute.arch.elect_one():
+                ptx.stg_b32(next_address(args.workspace, args.heads, args.slot_end - args.slot_begin), Int32(0))
+                ptx.fence_gpu()
+        cute.arch.sync_warp()
 
     @cute.jit
     def fill(self):
@@ -154,7 +174,7 @@ class ImageWriter:
     """One warp: the images of S and V' from shared memory to the local records; cta: see chain/arguments.py."""
 
     def __init__(self, cta):
-        self.args, self.shared, self.tasks = cta.args, cta.shared, cta.tasks
+        self.args, self.shared, self.tasks, self.beside = cta.args, cta.shared, cta.tasks, cta.schedule.beside
 
     @cute.jit
     def run(self):
@@ -169,7 +189,8 @@ class ImageWriter:
             target = local_record(args.workspace, args.heads, slots, item.head, slot)
             s = target + S_AT + item.value_half * STATE_HALF_BYTES
             v = target + V_AT + item.value_half * V_HALF_BYTES
-            for _link in cutlass.range(item.output_links, unroll=1):
+            ready = ready_address(args.workspace, args.heads, slots, item.head, slot)
+            for link in cutlass.range(item.output_links, unroll=1):
                 ring.wait_full(at)
                 ptx.fence_proxy_async()
                 with cute.arch.elect_one():
@@ -179,9 +200,15 @@ class ImageWriter:
                     ptx.bulk_commit()
                     ptx.bulk_wait_read()
                     cute.arch.mbarrier_arrive(places.full + at.stage)
+                    if const_expr(self.beside):
+                        publish_at(link, ready, FLAG_BYTES, ptx.bulk_wait_but_two)
                 s += LOCAL_BYTES
                 v += LOCAL_BYTES
                 at.advance()
+            if const_expr(self.beside):
+                with cute.arch.elect_one():
+                    publish_rest(item.output_links, ready, FLAG_BYTES)
+                cute.arch.sync_warp()
 
 
 class ChainStates:

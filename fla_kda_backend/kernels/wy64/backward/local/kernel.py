@@ -42,7 +42,9 @@ Rows past the sequence's end: dO, q, k are zeroed, their decay is 1; V', dV' are
 
 Threads: 16 warps; warp w has band w % 4 and channel quarter w // 4, which is its warpgroup: as accumulators of WGMMA (rows of
 the band, columns of the quarter, tensors.py) and as columns (a lane: two channels and half of the band's tokens, columns.py).
-One CTA per SM works through the pairs block, block + blocks, ...; the last slots go first.
+One CTA per SM works through the pairs block, block + blocks, ...; the last slots go first. Beside the chains (../launch.py) it
+takes one pair after the other, in the order in which they get ready, and loads what the chains leave of it once they have been
+there.
 
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
@@ -98,7 +100,7 @@ class LocalGradients:
 
     def __init__(self, variant, schedule):
         self.variant, self.schedule = variant, schedule
-        self.loads = Loads(variant)
+        self.loads = Loads(variant, schedule.beside)
 
     @cute.jit
     def __call__(self, a, stream):
@@ -153,6 +155,7 @@ class LocalGradients:
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.schedule.beside,
         )
 
     @cute.kernel
@@ -169,15 +172,18 @@ class LocalGradients:
                     cute.arch.mbarrier_init(memory.mbarriers + i, 1)
             cute.arch.mbarrier_init_fence()
             ptx.sts_b32(memory.table(Table.ZERO), Int32(0))
-            block, _, _ = cute.arch.block_idx()
-            self.loads.find(args, memory, n, block)
-            cute.arch.sync_warp()
-            self.loads.load_early(args, memory, n)
+            if const_expr(self.schedule.beside):
+                self.loads.find_beside(args, memory, n)
+            else:
+                block, _, _ = cute.arch.block_idx()
+                self.loads.find(args, memory, n, block)
+                cute.arch.sync_warp()
             self.loads.load_rows(args, memory, n)
-            self.loads.load_late(args, memory, n)
-            self.loads.load_v(args, memory, n)
-            if const_expr(self.loads.wide_gate):
-                self.loads.load_gate(args, memory, n)
+            self.loads.load_gate(args, memory, n)
+            if const_expr(self.schedule.beside):
+                self.loads.wait_for_chains(args, memory, n)
+                ptx.fence_proxy_async_global()
+            self.loads.load_records(args, memory, n)
         if const_expr(self.variant.cu_seqlens is not None):
             self.clear_outside(args, coord.tid)
         cute.arch.sync_threads()
@@ -186,6 +192,8 @@ class LocalGradients:
             self.chunk(args, memory, n, rows)
             n += 1
             rows = memory.info(n, Info.ROWS)
+        if const_expr(self.schedule.beside):
+            ptx.dependency_wait()  # in every CTA: see ../launch.py
 
     @cute.jit
     def clear_outside(self, args, tid):
@@ -226,8 +234,7 @@ class LocalGradients:
         # step 2
         cute.arch.mbarrier_wait(full(Full.LATE), parity)
         cute.arch.mbarrier_wait(full(Full.ROWS), parity)
-        if const_expr(self.loads.wide_gate):
-            cute.arch.mbarrier_wait(full(Full.GATE), parity)
+        cute.arch.mbarrier_wait(full(Full.GATE), parity)
         blocks, _ = tensors.accumulator()
         tensors.start_d_a_or_d_m(blocks)
         columns = Columns(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
@@ -268,10 +275,10 @@ class LocalGradients:
         ptx.fence_proxy_async()  # what was read and written of shared memory before the next chunk's copies
         cute.arch.sync_threads()
         if columns.coord.warp == 0:
-            self.loads.load_early(args, memory, n + 1)
+            self.loads.load_records_if_ready(args, memory, n + 1)
             self.loads.load_rows(args, memory, n + 1)
-            self.loads.load_late(args, memory, n + 1)
-            self.loads.load_v(args, memory, n + 1)
+            if const_expr(not self.loads.wide_gate):
+                self.loads.load_gate(args, memory, n + 1)
         # step 4
         coord = columns.coord
         channel = coord.quarter * 32 + 2 * columns.p
@@ -289,13 +296,19 @@ class LocalGradients:
             cute.arch.sync_threads()
             if coord.warp == 0:
                 self.loads.load_gate(args, memory, n + 1)
+        if const_expr(self.schedule.beside):
+            if coord.warp == 0:
+                self.loads.load_if_not_yet(args, memory, n + 1)
 
     @cute.jit
     def finish_inputs(self, args, memory, coord, n, rows, token, head, full_rows, parity):
         """Step 1 of warpgroups 2 and 3."""
         if coord.warp == 15:
-            grid, _, _ = cute.arch.grid_dim()
-            self.loads.find(args, memory, n + 1, memory.info(n, Info.NUMBER) + grid)
+            if const_expr(self.schedule.beside):
+                self.loads.find_beside(args, memory, n + 1)
+            else:
+                grid, _, _ = cute.arch.grid_dim()
+                self.loads.find(args, memory, n + 1, memory.info(n, Info.NUMBER) + grid)
         tid = coord.tid & 255
         if rows < CHUNK:
             for i in cutlass.range_constexpr(4):

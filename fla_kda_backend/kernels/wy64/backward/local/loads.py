@@ -9,8 +9,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from fla_kda_backend.kernels import ptx, sequences
 from fla_kda_backend.kernels.wy64.backward.local.memory import INFO_BYTES, TILE_BYTES, Full, Info, Place, Table
-from fla_kda_backend.kernels.wy64.backward.record import N_BYTES, STATE_HALF_BYTES, T_BYTES, V_HALF_BYTES
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record
+from fla_kda_backend.kernels.wy64.backward.order import chunk_of_turn
+from fla_kda_backend.kernels.wy64.backward.record import N_BYTES, READY_PARTS, STATE_HALF_BYTES, T_BYTES, V_HALF_BYTES
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, ready_address
+from fla_kda_backend.kernels.wy64.chain.loaders import FIRST_PAUSE, LONGEST_PAUSE
 from fla_kda_backend.kernels.wy64.prepare.gates import BETAS
 from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
 from fla_kda_backend.kernels.wy64.prepare.tiles import Tiles
@@ -63,8 +65,11 @@ def read(address, index, dtype):
 
 
 class Loads:
-    def __init__(self, variant):
-        self.variant, self.cu_dtype = variant, variant.cu_seqlens
+    """beside: the kernel runs beside the chains, see launch.py. CTAs then take pairs one by one, in the order of order.py, all
+    heads of a chunk together."""
+
+    def __init__(self, variant, beside=False):
+        self.variant, self.cu_dtype, self.beside = variant, variant.cu_seqlens, beside
         self.tiles, self.beta_form = Tiles(variant), BETAS[variant.beta]
         self.wide_gate = self.tiles.wide_gate
 
@@ -74,7 +79,6 @@ class Loads:
         """Write the Info of the CTA's pair n: the first one from `number` on that has a chunk. Pairs without one on the way get
         their sums, zeros. By a whole warp."""
         grid, _, _ = cute.arch.grid_dim()
-        lane = ptx.lane_index()
         rows, token, head, slot = Int32(0), Int32(0), Int32(0), Int32(0)
         while number < args.slots * args.heads and rows <= 0:
             group = number // args.heads
@@ -88,16 +92,109 @@ class Loads:
                 rows = length - index * CHUNK
             token = begin + index * CHUNK
             if rows <= 0:
-                for sums in (args.d_bias_sums, args.d_a_log_sums):
-                    if sums != 0:
-                        to = sums + (Int64(at) * args.heads + head) * (HEAD_DIM * 4) + Int64(lane * 16)
-                        ptx.stg_words(to, [Int32(0)] * 4)
+                self.clear_sums(args, at, head)
                 number += grid
+        self.write_info(args, memory, n, rows, token, head, slot, number)
+
+    @cute.jit
+    def clear_sums(self, args, slot, head):
+        """The sums of a pair without a chunk; slot: of the call."""
+        for sums in (args.d_bias_sums, args.d_a_log_sums):
+            if sums != 0:
+                to = sums + (Int64(slot) * args.heads + head) * (HEAD_DIM * 4) + Int64(ptx.lane_index() * 16)
+                ptx.stg_words(to, [Int32(0)] * 4)
+
+    @cute.jit
+    def write_info(self, args, memory, n, rows, token, head, slot, number):
         info = memory.table(Table.INFO) + (n & 1) * INFO_BYTES
         with cute.arch.elect_one():
             ptx.sts_v4_b32(info, [rows, head, slot, token])
             ptx.sts_b32(info + Info.QK_HEAD, head // args.heads_per_qk_head)
             ptx.sts_b32(info + Info.NUMBER, number)
+
+    # ---- beside the chains
+    @cute.jit
+    def take(self, args):
+        """The number of the next pair that no CTA has. By a whole warp."""
+        number = Int32(0)
+        if ptx.lane_index() == 0:
+            number = ptx.atom_add_b32(next_address(args.workspace, args.heads, args.slots), Int32(1))
+        cute.arch.sync_warp()
+        return cute.arch.shuffle_sync(number, 0)
+
+    @cute.jit
+    def find_beside(self, args, memory, n):
+        """As `find`, of the pairs that are left; and whether the chains have come to it already. By a whole warp."""
+        rows, token, head, slot = Int32(0), Int32(0), Int32(0), Int32(0)
+        chains = args.num_seqs * args.heads
+        number = self.take(args)
+        while number < args.slots * args.heads and rows <= 0:
+            turn = number // chains
+            chain = number - turn * chains
+            s = chain // args.heads
+            head = chain - s * args.heads
+            begin, length, base = sequences.sequence(s, args.cu_seqlens, args.seq_len, LOG2_CHUNK, self.cu_dtype)
+            chunks = (length + (CHUNK - 1)) >> LOG2_CHUNK  # of each sequence
+            if turn < chunks:
+                index = chunk_of_turn(turn, chunks, cutlass.min)
+                slot, token, rows = base + index, begin + index * CHUNK, length - index * CHUNK
+            else:  # a slot without a chunk: one of those around the one packed sequence
+                slot = turn - chunks
+                if slot >= base:
+                    slot += chunks
+                self.clear_sums(args, slot, head)
+                number = self.take(args)
+        self.write_info(args, memory, n, rows, token, head, slot, number)
+        cute.arch.sync_warp()
+        self.test_chains(args, memory, n)
+
+    def ready_address(self, args, memory, n):
+        """Of pair n, see workspace.py."""
+        return ready_address(args.workspace, args.heads, args.slots, memory.info(n, Info.HEAD), memory.info(n, Info.SLOT))
+
+    @cute.jit
+    def test_chains(self, args, memory, n):
+        """Write whether both chains have left their parts of pair n's local record, or there is no pair. By a whole warp."""
+        ready = Int32(1)
+        if memory.info(n, Info.ROWS) > 0:
+            parts = ptx.ldg_acquire_b32(self.ready_address(args, memory, n))
+            if cute.arch.vote_ballot_sync(parts < READY_PARTS) != 0:
+                ready = Int32(0)
+        with cute.arch.elect_one():
+            ptx.sts_b32(memory.table(Table.INFO) + (n & 1) * INFO_BYTES + Info.READY, ready)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def wait_for_chains(self, args, memory, n):
+        """Wait until they have. By the warp that then loads."""
+        if memory.info(n, Info.ROWS) > 0:
+            address = self.ready_address(args, memory, n)
+            parts, pause = ptx.ldg_acquire_b32(address), Int32(FIRST_PAUSE)
+            while parts < READY_PARTS:
+                ptx.nanosleep(pause)
+                pause = cutlass.min(2 * pause, Int32(LONGEST_PAUSE))
+                parts = ptx.ldg_acquire_b32(address)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def load_records_if_ready(self, args, memory, n):
+        """load_records; beside the chains only where they have been there. By warp 0, as what follows."""
+        if const_expr(self.beside):
+            if memory.info(n, Info.READY) == 0:
+                self.test_chains(args, memory, n)
+            if memory.info(n, Info.READY) != 0:
+                ptx.fence_proxy_async_global()
+                self.load_records(args, memory, n)
+        else:
+            self.load_records(args, memory, n)
+
+    @cute.jit
+    def load_if_not_yet(self, args, memory, n):
+        """What that has left out, once the chains have been there."""
+        if memory.info(n, Info.READY) == 0:
+            self.wait_for_chains(args, memory, n)
+            ptx.fence_proxy_async_global()
+            self.load_records(args, memory, n)
 
     # ---- copies; each by warp 0, for pair n, whose Info is written
     @cute.jit
@@ -132,22 +229,18 @@ class Loads:
 
     @cute.jit
     def load_rows(self, args, memory, n):
-        """q, k, and g where it is bf16."""
+        """q and k."""
         if memory.info(n, Info.ROWS) > 0:
             qk_head = memory.info(n, Info.QK_HEAD)
             full = memory.mbarriers + int(Full.ROWS)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES * (2 if self.wide_gate else 3))
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
             self.rows(args, memory, n, args.q_map, args.coordinates, Tensor.Q, Place.Q, qk_head, full)
             self.rows(args, memory, n, args.k_map, args.coordinates, Tensor.K, Place.K, qk_head, full)
-            if const_expr(not self.wide_gate):
-                self.rows(
-                    args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.K_NEXT, memory.info(n, Info.HEAD), full
-                )
 
     @cute.jit
     def load_late(self, args, memory, n):
-        """dS' and V'; `load_v` must follow."""
+        """dS', V' and v."""
         if memory.info(n, Info.ROWS) > 0:
             head = memory.info(n, Info.HEAD)
             full = memory.mbarriers + int(Full.LATE)
@@ -156,22 +249,22 @@ class Loads:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, size + TILE_BYTES)
                 record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
                 ptx.bulk_load_once(memory.base + Place.DS, record + int(Place.DS), Int32(size), full.toint())
-
-    @cute.jit
-    def load_v(self, args, memory, n):
-        """v."""
-        if memory.info(n, Info.ROWS) > 0:
-            head, full = memory.info(n, Info.HEAD), memory.mbarriers + int(Full.LATE)
             self.rows(args, memory, n, args.v_map, args.coordinates, Tensor.V, Place.V, head, full)
+
+    def load_records(self, args, memory, n):
+        """The local record, dO and v."""
+        self.load_early(args, memory, n)
+        self.load_late(args, memory, n)
 
     @cute.jit
     def load_gate(self, args, memory, n):
-        """g, where it is fp32."""
+        """g."""
         if memory.info(n, Info.ROWS) > 0:
-            full = memory.mbarriers + int(Full.GATE)
+            full, head = memory.mbarriers + int(Full.GATE), memory.info(n, Info.HEAD)
+            place = const_expr(Place.PATCHES if self.wide_gate else Place.K_NEXT)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_BYTES)
-            self.rows(args, memory, n, args.g_map, args.g_coordinates, Tensor.G, Place.PATCHES, memory.info(n, Info.HEAD), full)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, (2 if self.wide_gate else 1) * TILE_BYTES)
+            self.rows(args, memory, n, args.g_map, args.g_coordinates, Tensor.G, place, head, full)
 
     # ---- single values
     def beta(self, args, token, row, rows, head):

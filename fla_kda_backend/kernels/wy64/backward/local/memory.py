@@ -85,6 +85,7 @@ class Info(IntEnum):
     TOKEN = 12
     QK_HEAD = 16
     NUMBER = 20  # of the pair in the launch
+    READY = 24  # 0: the chains have not left all of the local record yet; beside the chains only
 
 
 class Full(IntEnum):

@@ -4,7 +4,7 @@ A task is (sequence, head, value half) as in ../../chain/kernel.py, and a link i
 64 values], the gradient of the state after the chunk, kept as dS'^T:
 
     dV' = A^T dO             tensor core: A = dO^T, from registers; B = A; accumulator `acc_v`; during the link before
-    dV' += K_end dS'         tensor core: A = dS'^T in bf16, from registers; B = K_end
+    dV' += K_end dS'         tensor core: A = dS'^T in bf16, from registers; B = K_end; half of the keys during the link before
     dS  = diag(decay) dS'    CUDA cores: a column scale of the fp32 accumulators `acc_s`, while the products above run
     dS += Q^T dO             tensor core: the same A; B = Q; while dV' is rounded
     dS -= W^T dV'            tensor core: A = dV'^T in bf16, from registers; B = -W
@@ -33,7 +33,8 @@ The writer frees each when it has begun to copy the next one, which at that time
 
 Launch. The reverse chain needs prepare's records and nothing of the chain of states, beside which it runs: a CTA of the latter
 lets it start only after having waited for prepare. So records are read without a wait. But the local gradients come after this
-grid alone, so every CTA waits for the chain of states before it ends.
+grid alone, so every CTA waits for the chain of states before it ends. Where they run beside both chains, each CTA lets them
+start as soon as its cluster is there; see ../launch.py.
 """
 
 import cutlass

@@ -142,7 +142,7 @@ class ChainWarps:
 
     @cute.jit
     def begin(self, first):
-        """What `links` expects of the item's last chunk, in the stage at `first`: dS rounded, the decay, acc_v = A^T dO."""
+        """What `links` expects of the item's last chunk, in the stage at `first`: see `link`."""
         t = self.fragments
         t.round_state(0, 8)
         self.shared.first.wait_full(first)
@@ -150,6 +150,7 @@ class ChainWarps:
             t.load_d_out(first.stage, k)
         warpgroup.fence()
         t.a_d_out(first.stage, range(4), True)
+        t.k_end_ds(first.stage, range(4))
         warpgroup.commit_group()
         for k in cutlass.range_constexpr(8):
             t.load_decay(first.stage, k)
@@ -173,9 +174,10 @@ class ChainWarps:
     @cute.jit
     def link(self, c, links, at, ready):
         """Link `c`, counted from the item's last chunk. On entry dS is rounded, `decay` is the chunk's and acc_v holds its
-        A^T dO. `at.image` is for the dV' of the link before; a first link puts half of its dS there, over what is no dV'.
+        A^T dO + K_end dS over keys 0 to 63. `at.image` is for the dV' of the link before; a first link puts half of its dS
+        there, over what is no dV'.
 
-        After the last link A^T dO and the decay are made of whatever the next stage holds, and not used.
+        After the last link acc_v and the decay are made of whatever the next stage holds, and not used.
         """
         t, shared = self.fragments, self.shared
         first, second, image = at
@@ -185,7 +187,7 @@ class ChainWarps:
         upper = lower.next()
         following = first.next()
         warpgroup.fence()
-        t.k_end_ds(first.stage, range(8))
+        t.k_end_ds(first.stage, range(4, 8))
         warpgroup.commit_group()
         if self.args.heads < 0:
             # Never. But ptxas does not move the scaling of the state over a use of the unscaled one; it would move it between
@@ -241,6 +243,7 @@ class ChainWarps:
             t.a_d_out(following.stage, (k,), k == 0)
             for j in cutlass.range_constexpr(2):
                 t.load_decay(following.stage, 2 * k + j)
+        t.k_end_ds(following.stage, range(4))
         warpgroup.commit_group()
         at = Positions(following, second.next(), upper.next())
         ready = self.test(at)

@@ -6,7 +6,7 @@ brought d_out. Each CTA brings its own value half of d_out; cluster.py says who 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.ring import RingPosition
@@ -32,11 +32,13 @@ class RecordLoader:
     """One warp, which fills both rings, but for d_out; cta: see arguments.py."""
 
     def __init__(self, cta):
-        self.args, self.workspace = cta.args, cta.workspace
+        self.args, self.workspace, self.beside = cta.args, cta.workspace, cta.schedule.beside
         self.shared, self.tasks, self.cluster = cta.shared, cta.tasks, cta.cluster
 
     @cute.jit
     def run(self):
+        if const_expr(self.beside):
+            ptx.dependency_launch()  # of the local gradients, in every CTA, also where it has no chunk
         first, second = self.shared.first, self.shared.second
         at_first, at_second = RingPosition.of_writer(first.stages), RingPosition.of_writer(second.stages)
         for turn in cutlass.range(self.tasks.rounds(), unroll=1):
