@@ -21,6 +21,7 @@ STATE_HALF = 16384  # 128 keys x 64 values
 BLOCK = 512  # a 16x16 block in bf16
 DIAGONAL_PITCH = 144  # of a row of a 16x16 block of pairs of fp32, of 128 bytes
 DIAGONAL = 16 * DIAGONAL_PITCH
+WORDS = 1024  # 8 words of each lane of a warp
 PATCH = 2048  # fp32, 16 tokens of a band x 32 channels of a quarter
 
 
@@ -34,7 +35,7 @@ class Place(IntEnum):
     V_NEW = V_AT
     X = DV_AT  # dV' at first
     D_OUT = LOCAL_BYTES
-    Q = D_OUT + TILE_BYTES  # then q_row
+    Q = D_OUT + TILE_BYTES  # then q_row; then, as in K and K_NEXT, WORDS of each warp
     K = Q + TILE_BYTES  # then k_row
     K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
     V = K_NEXT + TILE_BYTES  # then dA and dM
@@ -92,9 +93,9 @@ class Full(IntEnum):
     """mbarriers."""
 
     EARLY = 0  # T, N, S, dV', dO
-    ROWS = 1  # q, k, and g where it is bf16
+    ROWS = 1  # q, k
     LATE = 2  # dS', V', v
-    GATE = 3  # g, where it is fp32
+    GATE = 3  # g
 
 
 INFO_BYTES = 32
