@@ -4,6 +4,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import compiling
+import outstanding
 import pytest
 
 from fla_kda_backend.compiling import KernelSpec
@@ -106,24 +107,28 @@ def check_prepare(kernel, smem, options):
     assert kernel["sass"]["HMMA"] == PRODUCTS[options["gate"] != "bounded" or not options["l2norm"], options["l2norm"]]
     assert kernel["fenced"] and kernel["ptx"][BULK_STORE] == BULK_STORES[options["stage"]]
     assert kernel["ptx"][LAUNCH] == 1
+    assert not outstanding.violations(kernel["handovers"], outstanding.prepare())
 
 
 def check_states(kernel, options):
     assert warpgroup_products(kernel) == STATES[options["segmented"]]
     assert kernel["ptx"].get(BULK_STORE, 0) == (2 if options["stage"] == "all" else 0)  # S and V'
     assert kernel["ptx"][WAIT] >= 1 and kernel["ptx"][LAUNCH] == 1
+    assert not outstanding.violations(kernel["handovers"], outstanding.chain_of_states())
 
 
 def check_reverse(kernel):
     assert warpgroup_products(kernel) == REVERSE
     assert kernel["fenced"] and kernel["ptx"][BULK_STORE] == 4
     assert kernel["ptx"][WAIT] >= 1  # so that the local gradients find the chain of states ended
+    assert not outstanding.violations(kernel["handovers"], outstanding.reverse_chain())
 
 
 def check_local(kernel):
     ptx, (products, arrivals, _) = kernel["ptx"], warpgroup_products(kernel)
     assert products == LOCAL and arrivals == ptx["wgmma.fence.sync.aligned"]
     assert ptx["cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"] >= 2 * 5
+    assert not outstanding.violations(kernel["handovers"], outstanding.prepare())  # the rules are the same
 
 
 def refused(match, **options):

@@ -288,6 +288,7 @@ class LocalGradients:
         columns.store_gate(g, a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
         slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
+        ptx.wait_for_loads(memory.base, [slot])  # which the barrier does not
         cute.arch.sync_threads()
         # step 5
         self.store_sums(args, memory, coord, slot, head)
