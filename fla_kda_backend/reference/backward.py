@@ -382,7 +382,7 @@ def local(x, T, s, d):
         q_row, k_row = rounded(p.of_rows(q) * row), rounded(p.of_rows(beta * k) * row)
         k_col = rounded(p.of_cols(k) * col)
         if p.between is not None:
-            k_col, col = rounded(k_col * p.between.exp2()), col * p.between.exp2()
+            k_col, col = k_col * p.between.exp2(), col * p.between.exp2()
         a, m = (to.two if size == 8 else rounded)(p.block(dA)), rounded(p.block(dM))
         Y_q, Y_k, Y_c = a @ k_col, m @ k_col, a.mT @ q_row + m.mT @ k_row
         for total, at, part in ((dq, p.rows, row * Y_q), (kr, p.rows, row * Y_k), (kc, p.cols, col * Y_c),

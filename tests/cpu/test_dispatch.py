@@ -85,8 +85,8 @@ def test_positional_arguments(world, kda):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_training_is_left_to_fla(world, grad):
-    world.facts = H200._replace(grad_enabled=grad)
+def test_training_that_is_switched_off_is_left_to_fla(world, grad):
+    world.facts = H200._replace(grad_enabled=grad, training=False)
     with torch.set_grad_enabled(grad):
         result = world.call(v=tensor(2, 80, 4, 128, device="cpu").requires_grad_())
     assert result[0] == (FLAS if grad else OURS)

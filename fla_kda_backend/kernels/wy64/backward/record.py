@@ -15,8 +15,9 @@ of row r lies at piece p ^ (r & 7).
             bytes], as elimination.py takes them
     S       bf16, the state before the chunk: per value half a swizzled image [128 keys][64 values]
     dS      bf16, the gradient of the state after the chunk, the same
-    V       bf16, V': per value half a swizzled image [64 tokens][64 values]
-    dV      bf16, the gradient of V', the same
+    dV      bf16, the gradient of V': per value half a swizzled image [64 tokens][64 values]
+
+V', bf16, the same images, takes the place of U in the record: a chain reads U of a chunk before it writes its V'.
 
 Where q and k are not normalised, dS and dV are divided by the scale.
 """
@@ -30,10 +31,10 @@ T_BYTES, N_BYTES, STATE_HALF_BYTES, V_HALF_BYTES = 2048, 6144, 16384, 8192
 T_AT, N_AT = 0, 2048
 S_AT = N_AT + N_BYTES
 DS_AT = S_AT + 2 * STATE_HALF_BYTES
-V_AT = DS_AT + 2 * STATE_HALF_BYTES
-DV_AT = V_AT + 2 * V_HALF_BYTES
+DV_AT = DS_AT + 2 * STATE_HALF_BYTES
 LOCAL_BYTES = DV_AT + 2 * V_HALF_BYTES
-assert S_AT % 1024 == LOCAL_BYTES % 1024 == 0
+V_AT = forward.U_AT  # in the record
+assert S_AT % 1024 == LOCAL_BYTES % 1024 == 0 and V_HALF_BYTES == forward.U_BYTES
 
 READY_AT, NEXT_AT, READY_PARTS = 4, 8, 4
 

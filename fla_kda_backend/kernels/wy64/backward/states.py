@@ -58,7 +58,14 @@ from fla_kda_backend.kernels.ring import RingPosition
 from fla_kda_backend.kernels.wy64.backward.record import LOCAL_BYTES, S_AT, STATE_HALF_BYTES, V_AT, V_HALF_BYTES
 from fla_kda_backend.kernels.wy64.backward.state_links import StateWarps
 from fla_kda_backend.kernels.wy64.backward.state_shared import SMEM_BYTES, StateShared
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, publish_at, publish_rest, ready_address
+from fla_kda_backend.kernels.wy64.backward.workspace import (
+    local_record,
+    next_address,
+    publish_at,
+    publish_rest,
+    ready_address,
+    record,
+)
 from fla_kda_backend.kernels.wy64.chain.arguments import Cta
 from fla_kda_backend.kernels.wy64.chain.loaders import ChainLoader, Loader
 from fla_kda_backend.kernels.wy64.chain.shared import QK_BYTES, QKA_BYTES
@@ -188,7 +195,7 @@ class ImageWriter:
             slots, slot = args.slot_end - args.slot_begin, item.slot + item.first - args.slot_begin
             target = local_record(args.workspace, args.heads, slots, item.head, slot)
             s = target + S_AT + item.value_half * STATE_HALF_BYTES
-            v = target + V_AT + item.value_half * V_HALF_BYTES
+            v = record(args.workspace, args.heads, slots, item.head, slot) + V_AT + item.value_half * V_HALF_BYTES
             ready = ready_address(args.workspace, args.heads, slots, item.head, slot)
             for link in cutlass.range(item.output_links, unroll=1):
                 ring.wait_full(at)
@@ -203,7 +210,7 @@ class ImageWriter:
                     if const_expr(self.beside):
                         publish_at(link, ready, FLAG_BYTES, ptx.bulk_wait_but_two)
                 s += LOCAL_BYTES
-                v += LOCAL_BYTES
+                v += RECORD_BYTES
                 at.advance()
             if const_expr(self.beside):
                 with cute.arch.elect_one():

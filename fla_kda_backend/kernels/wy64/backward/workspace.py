@@ -15,6 +15,11 @@ from fla_kda_backend.kernels.wy64.workspace import flag_address
 PUBLISH_EVERY = 2  # links: a fence for the whole GPU takes the thread that stores about as long as a link takes
 
 
+def record(workspace, heads, slots, head, slot):
+    """Address of the record of (head, slot)."""
+    return workspace + (Int64(head) * slots + slot) * RECORD_BYTES
+
+
 def local_record(workspace, heads, slots, head, slot):
     """Address of the local record of (head, slot)."""
     records = Int64(heads) * slots

@@ -242,14 +242,11 @@ class Columns:
         return (self.level ^ ((i >> 1) << 4)) + i * 64
 
     def find_band_decays(self):
-        """Decays of all bands before this one, of all bands behind it."""
-        self.before, self.behind = [Float32(1.0)] * 2, [Float32(1.0)] * 2
-        for b in range(BANDS):
+        """Decays of all bands behind this one."""
+        self.behind = [Float32(1.0)] * 2
+        for b in range(1, BANDS):
             t = self.band_decay(b)
-            if b < BANDS - 1:
-                self.before = [ptx.mul(x, ptx.less_f32(b, self.coord.band, y, 1.0)) for x, y in zip(self.before, t)]
-            if b > 0:
-                self.behind = [ptx.mul(x, ptx.less_f32(self.coord.band, b, y, 1.0)) for x, y in zip(self.behind, t)]
+            self.behind = [ptx.mul(x, ptx.less_f32(self.coord.band, b, y, 1.0)) for x, y in zip(self.behind, t)]
 
     # ---- between the halves of the band
     def add_level(self):
@@ -291,16 +288,18 @@ class Columns:
             self.z[i] = ptx.mul(second, self.z[i])
 
     def finish_columns(self):
-        """kc with dKe, but for what is inside the halves; e to the place of dS'."""
+        """kc with Y_c and dKe, but for what is inside the halves; e to the place of dS'; dG."""
         factor = [self.behind[c] * self.s_x for c in range(2)]
         n = None
         for i in range(TOKENS - 1, -1, -1):
             pair, operand = self.pair(i, Place.DS), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(Place.K_NEXT)))
-            x = [factor[c] * pair[c] for c in range(2)]
+            x, u = [factor[c] * pair[c] for c in range(2)], self.pair(i)
             self.keep(i, *(operand[c] * x[c] for c in range(2)), Place.DS)
             for c in range(2):
-                y = ptx.fma(self.hi[c], x[c], self.kc[2 * i + c])
-                self.kc[2 * i + c] = y if n is None else ptx.mul(n[c], y)
+                o = 2 * i + c
+                self.dg[o] = ptx.fma(-operand[c], u[c], self.dg[o])
+                y = ptx.fma(self.hi[c], u[c] + x[c], self.kc[o])
+                self.kc[o] = y if n is None else ptx.mul(n[c], y)
             n = [self.first_decay(c, i) if n is None else ptx.mul(n[c], self.a[2 * i + c]) for c in range(2)]
 
     # ---- between bands
@@ -310,111 +309,72 @@ class Columns:
         piece = 4 * (quarter & 1) + (lane >> 4)
         return self.base + place + (quarter >> 1) * 8192 + (16 * band + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4)
 
-    def _add_band_before(self, y, part, c, f):
-        """y += P[b, c] kcol(b)[c]; f: None, or the decays between of the fragments' channels."""
+    def _decay_columns(self, band, *accumulators):
+        """Accumulators times the decay of a whole band."""
         coord = self.coord
-        number = (coord.band * (coord.band - 1) >> 1) + c
-        p = ptx.ldmatrix_x4(block_address(self.base + Place.V + int(part) + number * BLOCK, coord.lane))
-        at = self.tile_address(Place.K_NEXT, c)
-        for kk in range(2):
-            words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
-            for n in range(2):
-                b = list(words[2 * n : 2 * n + 2])
-                o = 8 * kk + 4 * n
-                if f is not None:
-                    b = [ptx.pack_bf16x2(*(ptx.mul(x, f[2 * kk + n]) for x in ptx.unpack_bf16x2(word))) for word in b]
-                sums = ptx.mma_bf16(p, b, [Float32(0.0)] * 4 if f is None else [y[o + e] for e in range(4)])
+        at = self.base + Place.TABLES + Table.BAND + band * 512 + coord.quarter * 128 + coord.quad * 8
+        for n in range(4):
+            t = ptx.lds_v2_f32(at + n * 32)
+            for y in accumulators:
                 for e in range(4):
-                    y[o + e] = sums[e]
+                    y[4 * n + e] = ptx.mul(y[4 * n + e], t[e & 1])
 
     @cute.jit
-    def sum_over_bands_before(self, y, part: cutlass.Constexpr):
-        """y = sum over bands c before of P[b, c] kcol(b)[c], P = dA or dM."""
+    def add_bands_before(self, d_q, x_s, scale, minus):
+        """Accumulators of dQ_ and X S^T become U_q and U_k. minus: -s_x. Horner's scheme over the bands before."""
         coord = self.coord
-        f = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(4):
-            f[i] = Float32(1.0)
-        self._add_band_before(y, part, coord.band - 1, None)
-        for step in cutlass.range(coord.band - 1, unroll=1):
-            c = coord.band - 2 - step
-            at = self.base + Place.TABLES + Table.BAND + (c + 1) * 512 + coord.quarter * 128 + coord.group * 4
-            for i in cutlass.range_constexpr(4):
-                f[i] = ptx.mul(f[i], ptx.lds_f32(at + i * 32))
-            self._add_band_before(y, part, c, f)
+        for i in cutlass.range_constexpr(COUNT):
+            d_q[i] = ptx.mul(d_q[i], scale)
+            x_s[i] = ptx.mul(x_s[i], minus)
+        blocks = self.base + Place.V + (coord.band * (coord.band - 1) >> 1) * BLOCK
+        for c in cutlass.range(coord.band, unroll=1):
+            self._decay_columns(c, d_q, x_s)
+            d_a, d_m = (
+                ptx.ldmatrix_x4(block_address(blocks + c * BLOCK + int(part), coord.lane)) for part in (Part.D_A, Part.D_M)
+            )
+            at = self.tile_address(Place.K_NEXT, c)
+            for kk in cutlass.range_constexpr(2):
+                words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
+                for n in cutlass.range_constexpr(2):
+                    for y, p in ((d_q, d_a), (x_s, d_m)):
+                        self._multiply_add(y, 8 * kk + 4 * n, p, words[2 * n : 2 * n + 2])
 
-    @cute.jit
-    def add_rows_between(self, level, part: cutlass.Constexpr, image: cutlass.Constexpr, place: cutlass.Constexpr, factor):
-        """dq or kr but for what is inside the halves: P (level + lo (factor before product + Y)), Y = Y_q or Y_k, in the place
-        of the product with the state; dG."""
-        factors = [factor * self.before[c] for c in range(2)]
-        if self.coord.band > 0:
-            y = cute.make_rmem_tensor(COUNT, Float32)
-            self.sum_over_bands_before(y, part)
-            self.put(y)
-            self._add_y(level, image, place, factors, True)
-        else:
-            self._add_y(level, image, place, factors, False)
+    def _multiply_add(self, y, o, p, b):
+        sums = ptx.mma_bf16(p, b, [y[o + e] for e in range(4)])
+        for e in range(4):
+            y[o + e] = sums[e]
 
-    def _add_y(self, level, image, place, factors, between):
+    def add_rows_between(self, level, image, place):
+        """dq or kr but for what is inside the halves: P (level + lo U), in the place of U; dG."""
         p = None
         for i in range(TOKENS):
-            x, operand = self.pair(i, place), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(image)))
-            y = self.pair(i) if between else None
+            u, operand = self.pair(i, place), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(image)))
             p = [self.first_decay(c, i) if i == 0 else ptx.mul(p[c], self.a[2 * i + c]) for c in range(2)]
             found = []
             for c in range(2):
-                u = ptx.fma(factors[c], x[c], y[c]) if between else factors[c] * x[c]
-                found.append(ptx.mul(p[c], ptx.fma(self.lo[c], u, level[2 * i + c])))
-                self.dg[2 * i + c] = ptx.fma(operand[c], u, self.dg[2 * i + c])
+                found.append(ptx.mul(p[c], ptx.fma(self.lo[c], u[c], level[2 * i + c])))
+                self.dg[2 * i + c] = ptx.fma(operand[c], u[c], self.dg[2 * i + c])
             self.keep(i, *found, place)
 
-    def _columns_of(self, y, b):
-        """y = Y_c(b)."""
-        coord = self.coord
-        number = (b * (b - 1) >> 1) + coord.band
-        for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
-            w = ptx.ldmatrix_x4_trans(block_address(self.base + Place.V + int(part) + number * BLOCK, coord.lane))
-            p = [w[0], w[2], w[1], w[3]]
-            at = self.tile_address(place, b)
-            for kk in range(2):
-                words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
-                for n in range(2):
-                    o = 8 * kk + 4 * n
-                    start = [Float32(0.0)] * 4 if part == Part.D_A else [y[o + e] for e in range(4)]
-                    sums = ptx.mma_bf16(p, words[2 * n : 2 * n + 2], start)
-                    for e in range(4):
-                        y[o + e] = sums[e]
-
-    def _add_y_c(self, f):
-        """kc += hi between Y_c, to be multiplied by N; dG. f: None, or the decays between."""
-        factor = self.hi if f is None else [ptx.mul(self.hi[c], f[c]) for c in range(2)]
-        for i in range(TOKENS):
-            pair, operand = self.pair(i), ptx.unpack_bf16x2(ptx.lds_b32(self.image_at(i) + int(Place.K_NEXT)))
-            if f is not None:
-                operand = ptx.unpack_bf16x2(ptx.pack_bf16x2(*(ptx.mul(operand[c], f[c]) for c in range(2))))
-            for c in range(2):
-                self.kc[2 * i + c] = ptx.fma(factor[c], pair[c], self.kc[2 * i + c])
-                self.dg[2 * i + c] = self.dg[2 * i + c] - operand[c] * pair[c]
-
     @cute.jit
-    def add_columns_between(self):
-        """kc += hi sum over bands b behind of between Y_c(b), to be multiplied by N; dG."""
+    def put_bands_behind(self):
+        """Y_c, the sum over the bands behind, for `pair`. Horner's scheme from the last band on."""
         coord = self.coord
-        if coord.band < BANDS - 1:
-            y = cute.make_rmem_tensor(COUNT, Float32)
-            self._columns_of(y, coord.band + 1)
-            self.put(y)
-            self._add_y_c(None)
-            f = cute.make_rmem_tensor(2, Float32)
-            f[0] = Float32(1.0)
-            f[1] = Float32(1.0)
-            for b in cutlass.range(coord.band + 2, BANDS, unroll=1):
-                t = self.band_decay(b - 1)
-                for c in cutlass.range_constexpr(2):
-                    f[c] = ptx.mul(f[c], t[c])
-                self._columns_of(y, b)
-                self.put(y)
-                self._add_y_c([f[0], f[1]])
+        y = cute.make_rmem_tensor(COUNT, Float32)
+        for i in cutlass.range_constexpr(COUNT):
+            y[i] = Float32(0.0)
+        for step in cutlass.range(BANDS - 1 - coord.band, unroll=1):
+            b = BANDS - 1 - step
+            self._decay_columns(b, y)  # 0 at first
+            blocks = self.base + Place.V + ((b * (b - 1) >> 1) + coord.band) * BLOCK
+            for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
+                w = ptx.ldmatrix_x4_trans(block_address(blocks + int(part), coord.lane))
+                at = self.tile_address(place, b)
+                for kk in cutlass.range_constexpr(2):
+                    words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
+                    for n in cutlass.range_constexpr(2):
+                        self._multiply_add(y, 8 * kk + 4 * n, [w[0], w[2], w[1], w[3]], words[2 * n : 2 * n + 2])
+        self.put(y)
 
     # ---- inside the half
     def pairs(self, i, count):
@@ -503,10 +463,7 @@ class Columns:
     def share_sums(self):
         """q, k, dq and e into registers; sums of dG and e over the band, to the warp's patch."""
         self.fetch_words()
-        self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
-        dq = [x for i in range(TOKENS) for x in self.pair(i, Place.S)]
-        for i in range(COUNT):
-            self.dq[i] = dq[i]
+        self.fetch_sums()
         cute.arch.sync_warp()  # the patch has been read
         self.others = []
         for which, values in ((Sums.D_G, self.dg), (Sums.E, self.e)):
@@ -519,6 +476,13 @@ class Columns:
             others = [self.other(x) for x in totals]
             ptx.sts_v2_f32(self.patch + self.p * 8 + int(which), *(x + y for x, y in zip(totals, others)))
             self.others.append(others)
+
+    def fetch_sums(self):
+        """dq and e."""
+        self.e = [x for i in range(TOKENS) for x in self.pair(i, Place.DS)]
+        dq = [x for i in range(TOKENS) for x in self.pair(i, Place.S)]
+        for i in range(COUNT):
+            self.dq[i] = dq[i]
 
     # ---- results
     @cute.jit

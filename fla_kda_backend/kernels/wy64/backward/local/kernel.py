@@ -11,10 +11,11 @@ behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normali
     dM    = -s_x X V'^T, j < i
     dQ_   = dO S^T      X_w = -X S^T      dKe = V' dS'^T  WGMMA
     C0    = row sums of S * dS'                           mma.sync
-    q_row = bf16(q^ r)     k_row = bf16(beta k^ r)     k_next = bf16(k^ n)     kcol(b) = bf16(k_next between)
-    between bands (mma.sync; dA, dM in bf16):
-    Y_q   = sum over c < b of dA[b,c] kcol(b)[c]          Y_k = the same of dM
-    Y_c(b') = dA[b',b]^T q_row[b'] + dM[b',b]^T k_row[b'] for each b' > b
+    q_row = bf16(q^ r)     k_row = bf16(beta k^ r)     k_next = bf16(k^ n)
+    between bands (mma.sync; dA, dM in bf16), by Horner's scheme over the bands, as "between" scales columns of accumulators:
+    U_q   = before s dQ_ + sum over c < b of between dA[b,c] k_next[c]
+    U_k   = before s_x X_w + the same of dM
+    Y_c   = sum over b' > b of between (dA[b',b]^T q_row[b'] + dM[b',b]^T k_row[b'])
     between the halves of a band, of 8 tokens each (mma.sync; dA in two bf16 terms, dM in one), P, N as r, n within the half:
     q8 = bf16(q^ P), k8 = bf16(beta k^ P) of the second half, kcol8 = bf16(k^ N) of the first one
     Y8_q  = dA kcol8       Y8_k = dM kcol8                in the second half
@@ -22,13 +23,12 @@ behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normali
     inside a half, fp32, f = 2^(G_i - G_j), pairs j < i:
     dq_i += dA_ij f k_j      kr_i += dM_ij f k_j      kc_j += f (dA_ij q_i + dM_ij beta_i k_i)
     and so, with lo the decay of the band's tokens before the half (r = P lo), hi of those behind it (n = N hi),
-    U_q   = before s dQ_ + Y_q                            U_k = before s_x X_w + Y_k
     dq    = P (lo U_q + Y8_q) + inside + dA_ii k_i
     kr    = P (lo U_k + Y8_k) + inside
-    kc    = N (hi (sum over b' of between Y_c(b') + behind s_x dKe) + Y8_c) + inside
+    kc    = N (hi (Y_c + behind s_x dKe) + Y8_c) + inside
     dk    = beta kr + kc + dA_ii q_i
     dbeta = s_x X . v + k . kr
-    dG    = q_row U_q + k_row U_k - sum over b' of kcol(b') Y_c(b') + q8 Y8_q + k8 Y8_k - kcol8 Y8_c
+    dG    = q_row U_q + k_row U_k - k_next Y_c + q8 Y8_q + k8 Y8_k - kcol8 Y8_c
             + inside: q dq + beta k kr - k kc             without the diagonal
     e     = k_next behind s_x dKe
     d_i   = sum over j >= i of dG_j + D C0 s_x + sum over j < i of e_j      the gradient of the natural log decay
@@ -49,17 +49,17 @@ there.
 Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next chunk as soon as its place is free:
 
     step   warpgroups 0, 1                    2, 3
-    1      X over dV', dv, X . v              1 / norms; beta; zero dO, q, k past the end; find the next pair
+    1      X over dV', dv, X . v, beta        1 / norms; zero dO, q, k past the end; find the next pair
     ------------------------------------------------------------------------------------------------------
     2      dA, dM; dQ_, X_w, dKe into registers; C0; a; images over q, k, g
     ------------------------------------------------------------------------------------------------------
-    3      dQ_ over S, X_w over X and dO, dKe over dS', words of q and k over T and V'; all gradients; sums
+    3      U_q over S, U_k over X and dO, dKe over dS', words of q and k over T and V'; all gradients; sums
     ------------------------------------------------------------------------------------------------------   all, but g in fp32
     4      dq, dk, dg, dbeta
     ------------------------------------------------------------------------------------------------------
     5      sums for dt_bias and A_log
 
-Where g is fp32 it lies in the patches and comes after step 5. Step 4 reads g once more, from global memory.
+Where g is fp32 it lies in the patches and comes after step 5. g is read once more from global memory for step 4, before the barrier.
 """
 
 import cutlass
@@ -69,6 +69,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from fla_kda_backend.kernels import ptx, sequences
+from fla_kda_backend.kernels.wy64.backward.local.anchored import AnchoredColumns
 from fla_kda_backend.kernels.wy64.backward.local.columns import Columns
 from fla_kda_backend.kernels.wy64.backward.local.gates import BETA_GRADIENTS
 from fla_kda_backend.kernels.wy64.backward.local.loads import Loads, LocalArguments
@@ -80,7 +81,6 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     Full,
     Info,
     Memory,
-    Part,
     Place,
     Sums,
     Table,
@@ -225,10 +225,13 @@ class LocalGradients:
         s_x = Float32(1.0) if self.variant.l2norm else args.scale
         tensors = Tensors(self.loads, memory, coord)
         # step 1
+        row = 16 * coord.band + coord.group
+        raw = [self.loads.raw_beta(args, token, row + 8 * r, rows, head) for r in range(2)]
+        a_log, bias = self.loads.parameters(args, head, coord.quarter * 32 + 2 * (coord.lane & 15))
         cute.arch.mbarrier_wait(full(Full.EARLY), parity)
-        tensors.find_x(args, token, rows, head, s_x, full(Full.LATE), parity)
+        tensors.find_x(args, token, rows, head, raw, s_x, full(Full.LATE), parity)
         if coord.quarter >= 2:
-            self.finish_inputs(args, memory, coord, n, rows, token, head, full(Full.ROWS), parity)
+            self.finish_inputs(args, memory, coord, n, rows, full(Full.ROWS), parity)
         ptx.fence_proxy_async()  # X and zeros of dO before the products
         cute.arch.sync_threads()
         # step 2
@@ -237,12 +240,12 @@ class LocalGradients:
         cute.arch.mbarrier_wait(full(Full.GATE), parity)
         blocks, _ = tensors.accumulator()
         tensors.start_d_a_or_d_m(blocks)
-        columns = Columns(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
-        a_log, bias = self.loads.parameters(args, head, columns.coord.quarter * 32 + 2 * columns.p)
+        columns_type = Columns if self.variant.needs_levels else AnchoredColumns
+        columns = columns_type(self.variant, self.schedule, self.loads, args, memory, rows, s_x)
         columns.load(args.gate_scale, a_log, bias)
         columns.find_decays()
         warpgroup.wait_group(0)
-        tensors.store_blocks(blocks, args.scale, s_x)
+        tensors.store_blocks(blocks, args.scale, s_x, not self.variant.needs_levels)
         (acc_q, d_q), (acc_x, x_s), (acc_k, d_k_end) = (tensors.accumulator() for _ in range(3))
         tensors.start_d_q(acc_q)
         tensors.start_x_s(acc_x)
@@ -255,21 +258,12 @@ class LocalGradients:
         # step 3
         columns.place()
         columns.park_words()
-        columns.put(d_q, Place.S)
-        columns.put(x_s, Place.X)
         columns.put(d_k_end, Place.DS)
-        columns.find_band_decays()
-        columns.add_level()
-        columns.place()
-        columns.add_rows_between(columns.kr, int(Part.D_M), int(Place.K), int(Place.X), Float32(0.0) - s_x)
-        columns.start_columns()
-        columns.add_rows_between(columns.z, int(Part.D_A), int(Place.Q), int(Place.S), args.scale)
-        columns.place()
-        columns.add_columns_between()
-        columns.finish_columns()
-        columns.place()
-        columns.add_rows_inside()
-        columns.add_columns_inside()
+        if const_expr(self.variant.needs_levels):
+            self.find_gradients(args, columns, d_q, x_s, s_x)
+        else:
+            self.find_gradients_anchored(args, columns, d_q, x_s, s_x)
+        g, a_log, bias = self.fetch_gate(args, coord, token, rows, head)  # for step 4
         columns.share_sums()
         columns.place()
         ptx.fence_proxy_async()  # what was read and written of shared memory before the next chunk's copies
@@ -281,11 +275,8 @@ class LocalGradients:
                 self.loads.load_gate(args, memory, n + 1)
         # step 4
         coord = columns.coord
-        channel = coord.quarter * 32 + 2 * columns.p
-        g = self.loads.g_again(args, token, 16 * coord.band + 8 * columns.h, channel, rows, head)
-        a_log, bias = self.loads.parameters(args, head, channel)
         columns.store_q_and_k(token, head)
-        columns.store_gate(g, a_log, bias, token, head)
+        columns.store_gate(self.loads.g_pairs(g), a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
         slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
         ptx.wait_for_loads(memory.base, [slot])  # which the barrier does not
@@ -301,8 +292,44 @@ class LocalGradients:
             if coord.warp == 0:
                 self.loads.load_if_not_yet(args, memory, n + 1)
 
+    def find_gradients(self, args, columns, d_q, x_s, s_x):
+        """Step 3 up to the sums."""
+        columns.add_bands_before(d_q, x_s, args.scale, Float32(0.0) - s_x)
+        columns.put(d_q, Place.S)
+        columns.put(x_s, Place.X)
+        columns.add_level()
+        columns.place()
+        columns.add_rows_between(columns.kr, int(Place.K), int(Place.X))
+        columns.start_columns()
+        columns.add_rows_between(columns.z, int(Place.Q), int(Place.S))
+        columns.place()
+        columns.put_bands_behind()
+        columns.find_band_decays()
+        columns.finish_columns()
+        columns.place()
+        columns.add_rows_inside()
+        columns.add_columns_inside()
+
+    def find_gradients_anchored(self, args, columns, d_q, x_s, s_x):
+        """Step 3 up to the sums, see anchored.py."""
+        columns.find_rows(d_q, x_s, args.scale, Float32(0.0) - s_x)
+        columns.put(d_q, Place.S)
+        columns.put(x_s, Place.X)
+        columns.place()
+        columns.find_columns()
+        columns.place()
+        columns.add_rows()
+        columns.place()
+        columns.add_columns()
+
+    def fetch_gate(self, args, coord, token, rows, head):
+        """g, not yet unpacked, and the gate's parameters for a lane's tokens and channels."""
+        channel = coord.quarter * 32 + 2 * (coord.lane & 15)
+        g = self.loads.g_again(args, token, 16 * coord.band + 8 * (coord.lane >> 4), channel, rows, head)
+        return g, *self.loads.parameters(args, head, channel)
+
     @cute.jit
-    def finish_inputs(self, args, memory, coord, n, rows, token, head, full_rows, parity):
+    def finish_inputs(self, args, memory, coord, n, rows, full_rows, parity):
         """Step 1 of warpgroups 2 and 3."""
         if coord.warp == 15:
             if const_expr(self.schedule.beside):
@@ -316,8 +343,6 @@ class LocalGradients:
                 piece = tid + 256 * i  # of 1024: 2 halves of 64 rows of 8 pieces
                 if ((piece >> 3) & 63) >= rows:
                     ptx.sts_v4_b32(memory.base + Place.D_OUT + piece * 16, [Int32(0)] * 4)
-        if tid < CHUNK:
-            ptx.sts_f32(memory.table(Table.BETA) + tid * 4, self.loads.beta(args, token, tid, rows, head))
         cute.arch.mbarrier_wait(full_rows, parity)
         # a thread's quarter of a row of q and of k, which no other thread reads or writes here
         row = tid >> 2

@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 from fla_kda_backend.kernels import ptx, sequences
 from fla_kda_backend.kernels.wy64.backward.local.memory import INFO_BYTES, TILE_BYTES, Full, Info, Place, Table
 from fla_kda_backend.kernels.wy64.backward.order import chunk_of_turn
-from fla_kda_backend.kernels.wy64.backward.record import N_BYTES, READY_PARTS, STATE_HALF_BYTES, T_BYTES, V_HALF_BYTES
-from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, ready_address
+from fla_kda_backend.kernels.wy64.backward.record import N_BYTES, READY_PARTS, STATE_HALF_BYTES, T_BYTES, V_AT, V_HALF_BYTES
+from fla_kda_backend.kernels.wy64.backward.workspace import local_record, next_address, ready_address, record
 from fla_kda_backend.kernels.wy64.chain.loaders import FIRST_PAUSE, LONGEST_PAUSE
 from fla_kda_backend.kernels.wy64.prepare.gates import BETAS
 from fla_kda_backend.kernels.wy64.prepare.memory import Tensor
@@ -222,9 +222,9 @@ class Loads:
             with cute.arch.elect_one():
                 state, v, tn = 2 * STATE_HALF_BYTES, 2 * V_HALF_BYTES, T_BYTES + N_BYTES
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tn + state + v + TILE_BYTES)
-                record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
-                ptx.bulk_load_once(memory.base, record, Int32(tn + state), full.toint())  # T, N, S lie side by side
-                ptx.bulk_load_once(memory.base + Place.X, record + int(Place.X), Int32(v), full.toint())
+                local = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
+                ptx.bulk_load_once(memory.base, local, Int32(tn + state), full.toint())  # T, N, S lie side by side
+                ptx.bulk_load_once(memory.base + Place.X, local + int(Place.X), Int32(v), full.toint())
             self.rows(args, memory, n, args.d_out_map, args.coordinates, Tensor.V, Place.D_OUT, head, full)
 
     @cute.jit
@@ -245,10 +245,11 @@ class Loads:
             head = memory.info(n, Info.HEAD)
             full = memory.mbarriers + int(Full.LATE)
             with cute.arch.elect_one():
-                size = const_expr(2 * STATE_HALF_BYTES + 2 * V_HALF_BYTES)  # they lie side by side
-                cute.arch.mbarrier_arrive_and_expect_tx(full, size + TILE_BYTES)
-                record = local_record(args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT))
-                ptx.bulk_load_once(memory.base + Place.DS, record + int(Place.DS), Int32(size), full.toint())
+                state, v = const_expr((2 * STATE_HALF_BYTES, 2 * V_HALF_BYTES))
+                cute.arch.mbarrier_arrive_and_expect_tx(full, state + v + TILE_BYTES)
+                place = args.workspace, args.heads, args.slots, head, memory.info(n, Info.SLOT)
+                ptx.bulk_load_once(memory.base + Place.DS, local_record(*place) + int(Place.DS), Int32(state), full.toint())
+                ptx.bulk_load_once(memory.base + Place.V_NEW, record(*place) + V_AT, Int32(v), full.toint())
             self.rows(args, memory, n, args.v_map, args.coordinates, Tensor.V, Place.V, head, full)
 
     def load_records(self, args, memory, n):
@@ -267,11 +268,14 @@ class Loads:
             self.rows(args, memory, n, args.g_map, args.g_coordinates, Tensor.G, place, head, full)
 
     # ---- single values
-    def beta(self, args, token, row, rows, head):
-        """beta of a row of the chunk; 0 past the end."""
+    def raw_beta(self, args, token, row, rows, head):
+        """What `beta` makes beta from."""
         at = token + ptx.less_b32(row, rows, row, 0)
-        x = read(args.beta, Int64(at) * args.beta_token + Int64(head) * args.beta_head, self.variant.beta_dtype)
-        return ptx.less_f32(row, rows, self.beta_form(x), 0.0)
+        return read(args.beta, Int64(at) * args.beta_token + Int64(head) * args.beta_head, self.variant.beta_dtype)
+
+    def beta(self, raw, row, rows):
+        """beta of a row of the chunk; 0 past the end."""
+        return ptx.less_f32(row, rows, self.beta_form(raw), 0.0)
 
     def parameters(self, args, head, channel):
         """A_log of the head and dt_bias of two channels, 0 where there is none."""
@@ -284,7 +288,7 @@ class Loads:
         return a_log, bias
 
     def g_again(self, args, token, row, channel, rows, head):
-        """g of 8 rows from `row` on and two channels, from global memory; past the end that of the last row."""
+        """g of 8 rows from `row` on and two channels, from global memory; past the end that of the last row. For `g_pairs`."""
         size = ELEMENT_BYTES[self.variant.gate_dtype]
         at = args.g + (Int64(token) * args.g_token + Int64(head) * args.g_head + Int64(channel)) * size
         pitch = Int32(args.g_token) * size
@@ -292,10 +296,16 @@ class Loads:
         for i in range(8):
             from_row = _row_address(pitch, cutlass.min(row + i, rows - 1), at)
             if self.variant.gate_dtype == "fp32":
-                pairs.append(tuple(ptx.as_f32(x) for x in ptx.ldg_nc_v2_b32(from_row)))
+                pairs.append(ptx.ldg_nc_v2_b32(from_row))
             else:
-                pairs.append(ptx.unpack_bf16x2(ptx.ldg_nc_b32(from_row)))
+                pairs.append(ptx.ldg_nc_b32(from_row))
         return pairs
+
+    def g_pairs(self, words):
+        """Pairs of fp32 of what g_again has loaded, apart from it so that nothing waits for the loads before."""
+        if self.variant.gate_dtype == "fp32":
+            return [tuple(ptx.as_f32(x) for x in pair) for pair in words]
+        return [ptx.unpack_bf16x2(word) for word in words]
 
 
 _row_address = ptx.pure("mad.wide.s32 $0, $1, $2, $3;", "rrl -> l", "address + row * pitch.")

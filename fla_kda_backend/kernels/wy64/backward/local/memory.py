@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fla_kda_backend.kernels import ptx
-from fla_kda_backend.kernels.wy64.backward.record import DS_AT, DV_AT, LOCAL_BYTES, N_AT, S_AT, T_AT, V_AT
+from fla_kda_backend.kernels.wy64.backward.record import DS_AT, DV_AT, LOCAL_BYTES, N_AT, S_AT, T_AT
 
 THREADS = 512
 TILE_BYTES = 16384
@@ -26,16 +26,16 @@ PATCH = 2048  # fp32, 16 tokens of a band x 32 channels of a quarter
 
 
 class Place(IntEnum):
-    """The local record comes first, in its own order."""
+    """The local record comes first, in its own order, then what else the chains leave."""
 
     T = T_AT
     N = N_AT
     S = S_AT
     DS = DS_AT
-    V_NEW = V_AT
     X = DV_AT  # dV' at first
     D_OUT = LOCAL_BYTES
-    Q = D_OUT + TILE_BYTES  # then q_row; then, as in K and K_NEXT, WORDS of each warp
+    V_NEW = D_OUT + TILE_BYTES
+    Q = V_NEW + TILE_BYTES  # then q_row; then, as in K and K_NEXT, WORDS of each warp
     K = Q + TILE_BYTES  # then k_row
     K_NEXT = K + TILE_BYTES  # g at first, where it is bf16
     V = K_NEXT + TILE_BYTES  # then dA and dM
@@ -48,7 +48,8 @@ class Part(IntEnum):
 
     D_A = 0  # bf16 blocks below the diagonal, as N's, 32-byte swizzle
     D_M = 6 * BLOCK
-    DIAGONAL = 12 * BLOCK  # per band [16][16] (dA, dM) in fp32
+    DIAGONAL = 12 * BLOCK  # per band [16][16] (dA, dM) in fp32; anchored.py: per band three blocks, dA lead and rest, dM
+    DIAGONAL_VALUES = 24 * BLOCK  # anchored.py: dA_ii in fp32
 
 
 class Table(IntEnum):
@@ -57,8 +58,8 @@ class Table(IntEnum):
     MBARRIERS = 0
     ZERO = 56  # a 0 that ptxas does not know of
     INFO = 64  # of the current pair and of the next one, INFO_BYTES each
-    BAND = 256  # [4 bands][128]: decay of the whole band
-    C0 = BAND + 2048  # [2 value halves][128]: S . dS'
+    BAND = 256  # [4 bands][128]: decay of the whole band; anchored.py: [8 halves of bands][128]
+    C0 = BAND + 4096  # [2 value halves][128]: S . dS'
     RSTD = C0 + 1024  # [q, k][64]
     BETA = RSTD + 512  # [64]
     DOT_Q = BETA + 256  # [4 quarters][64]: dq . q

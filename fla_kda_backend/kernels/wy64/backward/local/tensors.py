@@ -6,7 +6,7 @@ row group + 8][columns 2 quad, 2 quad + 1].
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind, make_smem_layout_atom
 
@@ -22,7 +22,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     Table,
 )
 from fla_kda_backend.kernels.wy64.backward.local.stores import stg_v4_below
-from fla_kda_backend.kernels.wy64.prepare.fragments import pack_block, zeros
+from fla_kda_backend.kernels.wy64.prepare.fragments import pack_block, split_bf16, zeros
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
@@ -124,17 +124,14 @@ class Tensors:
                 words[w, i] = done[i][w]
 
     @cute.jit
-    def find_x(self, args, token, rows, head, s_x, full_v, parity):
-        """X of the warpgroup's value half over dV', dv, and sums of X v; by warpgroups 0 and 1. s_x: factor of X; full_v: its
-        mbarrier is v's."""
+    def find_x(self, args, token, rows, head, raw, s_x, full_v, parity):
+        """X of the warpgroup's value half over dV', dv, sums of X v, the table of beta; by warpgroups 0 and 1. raw: beta as
+        loaded, of rows `group` and group + 8 of the warp's band; s_x: factor of X; full_v: its mbarrier is v's."""
         if self.coord.quarter < 2:
-            row = 16 * self.coord.band + self.coord.group
-            beta = [self.loads.beta(args, token, row + 8 * r, rows, head) for r in range(2)]
-            self._find_x(args, token, rows, head, beta, s_x, full_v, parity)
+            self._find_x(args, token, rows, head, raw, s_x, full_v, parity)
 
     @cute.jit
-    def _find_x(self, args, token, rows, head, beta, s_x, full_v, parity):
-        """beta: of rows `group` and group + 8 of the warp's band."""
+    def _find_x(self, args, token, rows, head, raw, s_x, full_v, parity):
         memory, coord = self.memory, self.coord
         half, band, lane = coord.quarter, coord.band, coord.lane
         t = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), BFloat16)
@@ -158,6 +155,10 @@ class Tensors:
         warpgroup.wait_group(0)
         # all four warps have read dV' of all rows
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        beta = [self.loads.beta(raw[r], 16 * band + coord.group + 8 * r, rows) for r in range(2)]
+        if half == 0 and coord.quad == 0:
+            for r in cutlass.range_constexpr(2):
+                ptx.sts_f32(memory.table(Table.BETA) + (16 * band + coord.group + 8 * r) * 4, beta[r])
         cute.arch.mbarrier_wait(full_v, parity)
         # ldmatrix and stmatrix address of the band's first 16 columns; those of the others with bits 5 and 6 flipped
         at = half * HALF_TILE + (16 * band + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
@@ -188,8 +189,8 @@ class Tensors:
 
     # ---- dA and dM to shared memory
     @cute.jit
-    def store_blocks(self, acc, scale, s_x):
-        """What start_d_a_or_d_m found: blocks below the diagonal in bf16, those on it in fp32 pairs."""
+    def store_blocks(self, acc, scale, s_x, anchored: cutlass.Constexpr):
+        """What start_d_a_or_d_m found: blocks below the diagonal in bf16, those on it in fp32 pairs or as anchored.py does."""
         coord = self.coord
         base = self.memory.base + Place.V
         band, lane = coord.band, coord.lane
@@ -203,11 +204,38 @@ class Tensors:
                 at = base + is_m * (Part.D_M - Part.D_A) + block_below(band, c) * BLOCK
                 ptx.stmatrix_x4(block_address(at, lane), pack_block(block))
             if c == band:
-                at = base + Part.DIAGONAL + band * DIAGONAL + is_m * 4
-                for n in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(4):
-                        row, column = coord.group + 8 * (e >> 1), 8 * n + 2 * coord.quad + (e & 1)
-                        ptx.sts_f32(at + row * DIAGONAL_PITCH + column * 8, block[n][e])
+                if const_expr(anchored):
+                    self._store_diagonal_block(block, base, is_m)
+                else:
+                    self._store_diagonal_pairs(block, base, is_m)
+
+    def _store_diagonal_pairs(self, block, base, is_m):
+        coord = self.coord
+        at = base + Part.DIAGONAL + coord.band * DIAGONAL + is_m * 4
+        for n in range(2):
+            for e in range(4):
+                row, column = coord.group + 8 * (e >> 1), 8 * n + 2 * coord.quad + (e & 1)
+                ptx.sts_f32(at + row * DIAGONAL_PITCH + column * 8, block[n][e])
+
+    @cute.jit
+    def _store_diagonal_block(self, block, base, is_m):
+        """Strictly below its diagonal in bf16, dA in two terms; dA's diagonal in fp32."""
+        band, lane, group, quad = self.coord.band, self.coord.lane, self.coord.group, self.coord.quad
+        at = block_address(base + Part.DIAGONAL + band * (3 * BLOCK), lane)
+        below = lambda e, x: ptx.less_f32(2 * quad + (e & 1), group, x, 0.0)  # noqa: E731
+        zero = Float32(0.0)
+        low = [[below(0, block[0][0]), below(1, block[0][1]), block[0][2], block[0][3]],
+               [zero, zero, below(0, block[1][2]), below(1, block[1][3])]]  # fmt: skip
+        lead, rest = split_bf16([low[n][2 * r : 2 * r + 2] for n in range(2) for r in range(2)])
+        if is_m == 0:
+            ptx.stmatrix_x4(at, lead)
+            ptx.stmatrix_x4(at + BLOCK, rest)
+            if quad == group >> 1:
+                to = base + Part.DIAGONAL_VALUES + band * 64 + group * 4
+                ptx.sts_f32(to, ptx.less_f32(group & 1, 1, block[0][0], block[0][1]))
+                ptx.sts_f32(to + 32, ptx.less_f32(group & 1, 1, block[1][2], block[1][3]))
+        else:
+            ptx.stmatrix_x4(at + 2 * BLOCK, lead)
 
     # ---- sums of S dS'
     @cute.jit
