@@ -49,7 +49,8 @@ FAST = {0}
 # Of the chain of states: W S before its loop; the update and W S in it; the last update behind it, which is dead code but for
 # an empty group where nobody takes the last state.
 STATES = {True: (8 + (8 + 8) + 8, 5, 5), False: (8 + (8 + 8) + 1, 5, 6)}  # by segmented
-REVERSE = (4 + 8 + 4 + 8 + 8, 6, 6)  # of a link
+# Of the reverse chain: A^T dO and half of K_end dS' before its loop; in it the other half, Q^T dO, W^T dV' and the next link's.
+REVERSE = ((4 + 4) + (4 + 8 + 8 + 4 + 4), 6, 6)
 LOCAL = 4 + 4 * 8  # X; dA or dM, dQ_, X S^T and dK_end
 PRODUCTS = {(False, True): 252, (True, True): 376, (True, False): 360}  # of prepare, as in test_kernels_wy64.py
 BULK_STORES = {"all": 4 + 5, "states": 4}  # of prepare: the record; T and N
