@@ -142,6 +142,18 @@ def chain(chain_stages, output_stages):
     }
 
 
+def chain_of_states():
+    """As `chain`; but {K_end}, whose stages hold the images, is read by products alone, so U and decays may be under way."""
+    from fla_kda_backend.kernels.wy64.chain.shared import CHAIN_STAGES
+
+    return {8 * CHAIN_STAGES: {U: 4}, "A1T0": {U: None}, "SYNCS": {INFO: None}, "BAR": {U: None}}
+
+
+def reverse_chain():
+    """While stages of a link are freed the decay of the link to come may be under way, 8 loads, and none of the rows of dO."""
+    return {"A1T0": {U: 8}, "SYNCS": {INFO: None}, "BAR": {U: None}}
+
+
 def prepare():
     """Its barriers let others write anywhere. Warp 0 copies while it still loads what it knows of the chunk."""
     return {"SYNCS": {INFO: None}, "UTMALDG": {INFO: None}}

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as this file is 
 
 import outstanding
 
+CLASSES = ("PrepareChunk16", "RecurrenceSplit", "PrepareWY64", "ChainWY64", "ChainReplayWY64", "ChainStates", "ReverseChain",
+           "LocalGradients")  # fmt: skip
 # The copy engine sees what other threads wrote only after each one's fence and a barrier.
 FENCED_STORE = r"fence\.proxy\.async.*bar(?:rier)?\.(?:cta\.)?sync.*cp\.async\.bulk\.global"
 
@@ -51,7 +53,7 @@ def report(spec):
 
 def class_of(function):
     """The kernel's class, from the name that the DSL gives its function."""
-    return re.search(r"(PrepareChunk16|RecurrenceSplit|PrepareWY64|Chain(?:Replay)?WY64)_object_at", function)[1]
+    return re.search(rf"({'|'.join(CLASSES)})_object_at", function)[1]
 
 
 def disassembler(tool, *arguments):

@@ -279,6 +279,7 @@ class LocalGradients:
         columns.store_gate(self.loads.g_pairs(g), a_log, bias, token, head)
         self.store_beta(args, memory, coord, rows, token, head)
         slot = memory.info(n, Info.SLOT)  # before the barrier, behind which step 1 may write the Info of pair n + 2 there
+        ptx.wait_for_loads(memory.base, [slot])  # which the barrier does not
         cute.arch.sync_threads()
         # step 5
         self.store_sums(args, memory, coord, slot, head)
@@ -343,19 +344,21 @@ class LocalGradients:
                 if ((piece >> 3) & 63) >= rows:
                     ptx.sts_v4_b32(memory.base + Place.D_OUT + piece * 16, [Int32(0)] * 4)
         cute.arch.mbarrier_wait(full_rows, parity)
+        # a thread's quarter of a row of q and of k, which no other thread reads or writes here
+        row = tid >> 2
+        piece = lambda place, i: (  # noqa: E731
+            memory.base + int(place) + (i >> 1) * 8192 + row * 128 + (((coord.quad + 4 * (i & 1)) ^ (row & 7)) << 4)
+        )
         if rows < CHUNK:
-            for i in cutlass.range_constexpr(8):
-                piece = tid + 256 * i  # of 2048, of q and k
-                if ((piece >> 3) & 63) >= rows:
-                    ptx.sts_v4_b32(memory.base + Place.Q + piece * 16, [Int32(0)] * 4)
+            if row >= rows:
+                for i in cutlass.range_constexpr(4):
+                    for place in (Place.Q, Place.K):
+                        ptx.sts_v4_b32(piece(place, i), [Int32(0)] * 4)
         if const_expr(self.variant.l2norm):
-            row, quad = tid >> 2, coord.quad
             for place, table in ((Place.Q, Table.RSTD), (Place.K, Table.RSTD + 256)):
                 total = Float32(0.0)
                 for i in cutlass.range_constexpr(4):
-                    piece = quad + 4 * (i & 1)
-                    at = memory.base + place + (i >> 1) * 8192 + row * 128 + ((piece ^ (row & 7)) << 4)
-                    for word in ptx.lds_v4_b32(at):
+                    for word in ptx.lds_v4_b32(piece(place, i)):
                         x, y = ptx.unpack_bf16x2(word)
                         total = ptx.fma(y, y, ptx.fma(x, x, total))
                 for mask in (1, 2):
