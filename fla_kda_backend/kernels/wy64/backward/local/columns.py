@@ -461,18 +461,19 @@ class Columns:
 
     # ---- sums that other warps need
     def share_sums(self):
-        """q, k, dq and e into registers; sums of dG and e over the band, to the warp's patch."""
+        """q, k and dq into registers; dG becomes its sum from a token on plus that of e before it, over the half; sums of dG
+        and e over the band, to the warp's patch."""
         self.fetch_words()
         self.fetch_sums()
         cute.arch.sync_warp()  # the patch has been read
         self.others = []
-        for which, values in ((Sums.D_G, self.dg), (Sums.E, self.e)):
-            totals = []
-            for c in range(2):
-                total = values[c]
-                for i in range(1, TOKENS):
-                    total = total + values[2 * i + c]
-                totals.append(total)
+        for i in range(COUNT - 3, -1, -1):
+            self.dg[i] = self.dg[i] + self.dg[i + 2]
+        sums, e = [self.dg[0], self.dg[1]], self.e[:2]
+        for i in range(2, COUNT):
+            self.dg[i] = self.dg[i] + e[i % 2]
+            e[i % 2] = e[i % 2] + self.e[i]
+        for which, totals in ((Sums.D_G, sums), (Sums.E, e)):
             others = [self.other(x) for x in totals]
             ptx.sts_v2_f32(self.patch + self.p * 8 + int(which), *(x + y for x, y in zip(totals, others)))
             self.others.append(others)
@@ -533,13 +534,9 @@ class Columns:
             if b < BANDS - 1:
                 x = ptx.lds_v2_f32(at + (b * PATCH + int(Sums.E)))
                 prefix = [prefix[c] + ptx.less_f32(b, coord.band, x[c], 0.0) for c in range(2)]
-        for i in range(COUNT - 1, -1, -1):
-            run[i % 2] = run[i % 2] + self.dg[i]
-            self.dg[i] = run[i % 2]
+        rest = [run[c] + prefix[c] for c in range(2)]
         for i in range(COUNT):
-            self.dg[i] = self.dg[i] + prefix[i % 2]
-            if i < COUNT - 2:
-                prefix[i % 2] = prefix[i % 2] + self.e[i]
+            self.dg[i] = self.dg[i] + rest[i % 2]
         self.mask(self.dg, 0.0)
         gradients = [GRADIENTS[self.variant.gate](bias[c], a_log, self.args.gate_scale) for c in range(2)]
         bias_sums, a_log_sums = [Float32(0.0)] * 2, [Float32(0.0)] * 2

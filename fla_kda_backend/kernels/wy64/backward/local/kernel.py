@@ -34,6 +34,9 @@ behind b; D = 2^G_63. s = scale; s_x = 1, or scale where q and k are not normali
     d_i   = sum over j >= i of dG_j + D C0 s_x + sum over j < i of e_j      the gradient of the natural log decay
     then the gradients of the gate, of beta's form and of the normalisation (gates.py, columns.py)
 
+This is for every gate. Where log2 decays have a bound (not Variant.needs_levels), what comes between bands, halves and tokens
+of a half is one thing, all on the tensor cores: anchored.py.
+
 Products between bands and halves enter dG with the very operands that were multiplied, so that the sum of row terms equals
 that of column terms to fp32: each pair of tokens both at or after i has to vanish from d_i. Decays are running products of
 factors at most 1.
