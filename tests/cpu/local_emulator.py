@@ -258,8 +258,10 @@ def run(options=None, tail=64, before=0, heads=2, ctas=1, segment=None, spare=0,
             for head in range(heads):
                 at = workspace + locals_at + (head * slots + slot - begin) * record.LOCAL_BYTES
                 parts = [inverse(made.T_diagonal[number, head], {bc: n[number, head] for bc, n in made.N.items()})]
-                parts += [image(y[number, head]) for y in (s.S, d.dS, s.V, d.dV)]
+                parts += [image(y[number, head]) for y in (s.S, d.dS, d.dV)]
                 heap.bytes[at : at + record.LOCAL_BYTES] = np.concatenate(parts)
+                at = workspace + (head * slots + slot - begin) * forward_record.RECORD_BYTES + record.V_AT
+                heap.bytes[at : at + 2 * record.V_HALF_BYTES] = image(s.V[number, head])
     bytes_of = {torch.float32: 4, torch.bfloat16: 2}
     dtypes = {"dq": torch.float32 if grouped else torch.bfloat16, "dk": torch.float32 if grouped else torch.bfloat16,
               "dv": torch.bfloat16, "dg": call["g"].dtype, "dbeta": call["beta"].dtype}  # fmt: skip
