@@ -167,6 +167,24 @@ def pieces(y, within=True):
         yield Piece(rows, cols, y[..., rows, :].cumsum(-2), after(y[..., cols, :]), None)
 
 
+def anchored_pieces(y):
+    """The pieces of chunks whose log2 decays y are bounded: six of two bands, four of a band and itself, of which the pairs
+    strictly below the diagonal count. Decays of tokens start from the middle of their band; see anchored.py."""
+    token = torch.arange(CHUNK, device=y.device)
+    anchors = from_anchors(y)
+    for b in range(4):
+        for c in range(b + 1):
+            rows, cols = token[BANDS[b]][None], token[BANDS[c]][None]
+            between = y[..., BAND * c + BAND // 2 : BAND * b + BAND // 2, :].sum(-2)[..., None, None, :] if c < b else None
+            yield Piece(rows, cols, anchors[..., rows, :], -anchors[..., cols, :], between)
+
+
+def from_anchors(y):
+    """log2 decay from the middle of a token's band to it."""
+    bands = y.unflatten(-2, (-1, BAND))
+    return (bands.cumsum(-2) - bands[..., : BAND // 2, :].sum(-2, keepdim=True)).flatten(-3, -2)
+
+
 # ---- inputs ------------------------------------------------------------------------------------------------------------
 class Inputs:
     """A call of chunk_kda in chunks: q, k, v, d_out, y (log2 decay) [chunks, HV, 64, 128], beta [chunks, HV, 64, 1].
@@ -371,11 +389,18 @@ def local(x, T, s, d):
     dq, kr = x.scale * G * (x.d_out @ s.S.mT), -sx * G * (X_b @ s.S.mT)
     ends = sx * (s.V @ d.dS.mT)
     bands = y.unflatten(-2, (-1, BAND))  # what a state meets in dG is rounded as the operands between bands are
-    row, col = bands.cumsum(-2).flatten(-3, -2), after(bands).flatten(-3, -2)
-    start, end = (side(bands.sum(-2)).repeat_interleave(BAND, -2).exp2() for side in (before, after))
+    start, end = before(bands.sum(-2)), after(bands.sum(-2))
+    if x.levels:
+        row, col = bands.cumsum(-2).flatten(-3, -2), after(bands).flatten(-3, -2)
+    else:
+        row = from_anchors(y)
+        col = -row
+        start, end = start + bands[..., : BAND // 2, :].sum(-2), end + bands[..., BAND // 2 :, :].sum(-2)
+    start, end = (side.repeat_interleave(BAND, -2).exp2() for side in (start, end))
     dG = start * (to.bf16(q * row.exp2()) * x.scale * (x.d_out @ s.S.mT) - to.bf16(beta * k * row.exp2()) * sx * (X_b @ s.S.mT))
     e, kc, ends = to.bf16(k * col.exp2()) * end * ends, torch.zeros_like(k), tail * ends
-    for p in pieces(y):
+    below = dA.tril(-1)
+    for p in pieces(y) if x.levels else anchored_pieces(y):
         size = p.rows.shape[-1]
         rounded = to.bf16 if size >= 8 else (lambda t: t)
         row, col = p.row.exp2(), p.col.exp2()
@@ -383,7 +408,7 @@ def local(x, T, s, d):
         k_col = rounded(p.of_cols(k) * col)
         if p.between is not None:
             k_col, col = k_col * p.between.exp2(), col * p.between.exp2()
-        a, m = (to.two if size == 8 else rounded)(p.block(dA)), rounded(p.block(dM))
+        a, m = (to.two if size >= 8 and p.between is None else rounded)(p.block(below)), rounded(p.block(dM))
         Y_q, Y_k, Y_c = a @ k_col, m @ k_col, a.mT @ q_row + m.mT @ k_row
         for total, at, part in ((dq, p.rows, row * Y_q), (kr, p.rows, row * Y_k), (kc, p.cols, col * Y_c),
                                 (dG, p.rows, q_row * Y_q + k_row * Y_k), (dG, p.cols, -k_col * Y_c)):  # fmt: skip

@@ -13,7 +13,8 @@ bf16 terms):
     Y_c = 0; for b from the last band to c: Y_c = m[b+1] Y_c + dA[b,c]^T q_row[b] + dM[b,c]^T k_row[b]
     Y_e = (decay from the anchor to the chunk's end) s_x dKe
 
-    dq = e U_q + dA_ii k      kr = e U_k      kc = (Y_c + Y_e) / e      dG = q_row U_q + k_row U_k - k_next Y_c      e_j = k_next Y_e
+    dq = e U_q + dA_ii k      kr = e U_k      kc = (Y_c + Y_e) / e
+    dG = q_row U_q + k_row U_k - k_next Y_c      e_j = k_next Y_e
 """
 
 import cutlass
@@ -23,7 +24,7 @@ from cutlass import Float32
 from fla_kda_backend.kernels import ptx
 from fla_kda_backend.kernels.wy64.backward.local.columns import COUNT, K_RSTD, TOKENS, Columns, RowSums
 from fla_kda_backend.kernels.wy64.backward.local.memory import BLOCK, Part, Place, Table
-from fla_kda_backend.kernels.wy64.backward.local.tensors import block_address
+from fla_kda_backend.kernels.wy64.backward.local.tensors import block_address, transposed_block_address
 from fla_kda_backend.kernels.wy64.record import BANDS
 
 
@@ -92,8 +93,7 @@ class AnchoredColumns(Columns):
         return ptx.ldmatrix_x4(block_address(at, self.coord.lane))
 
     def _transposed_blocks(self, at):
-        w = ptx.ldmatrix_x4_trans(block_address(at, self.coord.lane))
-        return [w[0], w[2], w[1], w[3]]
+        return ptx.ldmatrix_x4_trans(transposed_block_address(at, self.coord.lane))
 
     def _add(self, place, band, *products):
         """y += p image[band], for products (y, p)."""

@@ -26,7 +26,7 @@ from fla_kda_backend.kernels.wy64.backward.local.memory import (
     Table,
 )
 from fla_kda_backend.kernels.wy64.backward.local.stores import store_pairs
-from fla_kda_backend.kernels.wy64.backward.local.tensors import block_address
+from fla_kda_backend.kernels.wy64.backward.local.tensors import block_address, transposed_block_address
 from fla_kda_backend.kernels.wy64.prepare.gates import GATES
 from fla_kda_backend.kernels.wy64.record import BANDS, CHUNK
 
@@ -368,12 +368,12 @@ class Columns:
             self._decay_columns(b, y)  # 0 at first
             blocks = self.base + Place.V + ((b * (b - 1) >> 1) + coord.band) * BLOCK
             for part, place in ((Part.D_A, Place.Q), (Part.D_M, Place.K)):
-                w = ptx.ldmatrix_x4_trans(block_address(blocks + int(part), coord.lane))
+                p = ptx.ldmatrix_x4_trans(transposed_block_address(blocks + int(part), coord.lane))
                 at = self.tile_address(place, b)
                 for kk in cutlass.range_constexpr(2):
                     words = ptx.ldmatrix_x4_trans(at ^ (kk << 5))
                     for n in cutlass.range_constexpr(2):
-                        self._multiply_add(y, 8 * kk + 4 * n, [w[0], w[2], w[1], w[3]], words[2 * n : 2 * n + 2])
+                        self._multiply_add(y, 8 * kk + 4 * n, p, words[2 * n : 2 * n + 2])
         self.put(y)
 
     # ---- inside the half

@@ -59,7 +59,7 @@ Steps of a chunk (a line: barrier of the CTA), with what is loaded for the next 
     ------------------------------------------------------------------------------------------------------
     5      sums for dt_bias and A_log
 
-Where g is fp32 it lies in the patches and comes after step 5. g is read once more from global memory for step 4, before the barrier.
+Where g is fp32 it lies in the patches and comes after step 5. g is read once more, from global memory, in step 3.
 """
 
 import cutlass

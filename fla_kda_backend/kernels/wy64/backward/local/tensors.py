@@ -44,6 +44,12 @@ def block_address(at, lane):
     return at + row * 32 + (((lane >> 4) ^ (row >> 2 & 1)) << 4)
 
 
+def transposed_block_address(at, lane):
+    """ldmatrix.trans address by which the block's transpose comes as an A fragment, its words in order."""
+    row = (lane & 7) | (lane >> 1 & 8)
+    return at + row * 32 + (((lane >> 3 & 1) ^ (row >> 2 & 1)) << 4)
+
+
 class Tensors:
     """The descriptors of a thread's warpgroup."""
 
