@@ -151,7 +151,7 @@ def chain_of_states():
 
 def reverse_chain():
     """While stages of a link are freed the decay of the link to come may be under way, 8 loads, and none of the rows of dO."""
-    return {"A1T0": {U: 8}, "SYNCS": {INFO: None}, "BAR": {U: None}}
+    return {"A1T0": {U: 8}, "SYNCS": {INFO: None}, "BAR": {U: None, INFO: None}}  # BAR: at the end, and while tasks are sorted
 
 
 def prepare():
