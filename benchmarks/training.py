@@ -8,8 +8,8 @@
 Gradient of the output alone, no states in or out; gate, l2norm and beta in the kernel ("given": the log decay is given, bf16).
 Per case and implementation: whether every gradient is right (three heads against double precision; all of them finite, and
 written into memory that held NaN), microseconds of a step by replay of a CUDA graph (median; of the forward alone too), eager
-microseconds of a step, MiB of peak memory beside the inputs. Implementations take turns; input sets change from step to step, so
-that no step finds its inputs in the L2. --untuned: Triton in its first configurations, for a check alone, not for times.
+microseconds of a step, MiB of peak memory beside the inputs. Implementations take turns; input sets change from step to step,
+so that no step finds its inputs in the L2. --untuned: Triton in its first configurations, for a check alone, not for times.
 """
 
 import argparse
@@ -321,13 +321,10 @@ def show(rows):
     for name, row in rows.items():
         number = lambda key: f"{row[key]:8.0f}" if row.get(key) is not None else "       -"  # noqa: E731, B023
         errors = " ".join(f"{n}={e:.1e}" for n, e in row["errors"].items())
-        print(
-            f"{row['shape']:12s} {row['gate']:9s}{row['decay']:7s}{name:7s} graph {number('graph_us')}  forward {number('forward_us')}"
-            f"  eager {number('eager_us')}  peak MiB {number('peak_mib')}  | {errors} {row['params']}"
-            + (f"  WRONG: {'; '.join(row['wrong'])}" if row["wrong"] else "")
-            + (f"  not captured: {row['uncaptured']}" if "uncaptured" in row else ""),
-            flush=True,
-        )
+        times = "  ".join(f"{key.split('_')[0]} {number(key)}" for key in ("graph_us", "forward_us", "eager_us", "peak_mib"))
+        line = f"{row['shape']:12s} {row['gate']:9s}{row['decay']:7s}{name:7s} {times}  | {errors} {row['params']}"
+        line += f"  WRONG: {'; '.join(row['wrong'])}" if row["wrong"] else ""
+        print(line + (f"  not captured: {row['uncaptured']}" if "uncaptured" in row else ""), flush=True)
         for kernel, value in row.get("kernels", {}).items():
             print(f"      {value:8.1f} us  {kernel}")
     if {"ours", "triton"} <= set(rows):
