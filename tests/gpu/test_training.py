@@ -202,6 +202,24 @@ def test_a_packed_sequence_is_as_by_itself(device):
     assert torch.equal(one["initial_state"], found["initial_state"][1:2])
 
 
+SMALL = {
+    "fixed": (FLASHKDA, (130,)),
+    "packed": (PACKED, RAGGED[:5]),
+    "softplus": (BY_GATE["softplus"], (65,)),
+    "given": (BY_GATE["given"], (65,)),
+    "beside": (FLASHKDA, (2113,)),  # long enough for local gradients beside the chains
+}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", SMALL)
+def test_small_calls(name, device):
+    kind, lengths = SMALL[name]
+    call = training_call(kind, lengths, 2, device)
+    grads = gradients_of_results(call)
+    small(here(call, *grads)[1], call, grads)
+
+
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 def test_tails(tokens, device):
     call = training_call(FLASHKDA, (tokens, tokens), 2, device)
