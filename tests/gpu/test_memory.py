@@ -7,7 +7,7 @@ import torch
 from gpu.launching import finish, same
 from kda_inputs import chunk_kda_arguments, random_inputs
 
-from fla_kda_backend import dispatch_log, geometry, planning
+from fla_kda_backend import dispatch_log, geometry, planning, register
 from fla_kda_backend.call import parse
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +31,7 @@ def free(device, size):
 def call(device):
     from fla.ops.kda import chunk_kda
 
+    assert register()
     arguments = chunk_kda_arguments(random_inputs(TOKENS, HEADS, state=None, device=device))
 
     def call():

@@ -11,7 +11,7 @@ from fla_kda_backend import dispatch_log, register
 from fla_kda_backend.cli import _models
 
 pytestmark = pytest.mark.gpu
-STEPS, BATCH, TOKENS, PATTERN, VOCABULARY = 300, 8, 256, 40, 128
+STEPS, BATCH, TOKENS, VOCABULARY = 300, 8, 256, 128
 WINDOW = 20  # steps that a point of a curve is the mean of
 PERTURBED = 3  # runs of FLA's from parameters that are off by one unit in the last place
 
@@ -25,10 +25,14 @@ def _strict(monkeypatch):
 
 
 def batch(step, device):
-    """Token ids [BATCH, TOKENS]: each row repeats a pattern of its own, so that a model that looks back can foretell it."""
+    """Token ids [BATCH, TOKENS]: a fixed successor of the token before, or, one time in ten, any token."""
     generator = torch.Generator().manual_seed(step)
-    pattern = torch.randint(VOCABULARY, (BATCH, PATTERN), generator=generator)
-    return pattern.repeat(1, -(-TOKENS // PATTERN))[:, :TOKENS].to(device)
+    successor = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
+    foretold = torch.rand(BATCH, TOKENS, generator=generator) < 0.9
+    for t in range(1, TOKENS):
+        ids[:, t] = torch.where(foretold[:, t], successor[ids[:, t - 1]], ids[:, t])
+    return ids.to(device)
 
 
 def built(name, device):
