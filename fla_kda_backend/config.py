@@ -220,8 +220,20 @@ def warn_of_unknown() -> None:
         logger.warning("%s: no such variable; there are %s", ", ".join(names), ", ".join(v.name for v in VARIABLES))
 
 
+def find_cache_dir() -> tuple[Path | None, str | None]:
+    """(cache_dir(), None), or (None, why it cannot be found)."""
+    try:
+        return cache_dir(), None
+    except (RuntimeError, OSError) as error:  # no home directory, of this user or of the one that is named
+        return None, f"{error} {CACHE_DIR.name} can name a directory."
+
+
 def cache_dir() -> Path | None:
-    """The directory of compiled kernels, which need not exist; None: nothing is kept."""
+    """The directory of compiled kernels, which need not exist; None: nothing is kept.
+
+    Raises:
+        RuntimeError: there is no home directory.
+    """
     chosen = CACHE_DIR.get()
     if chosen == "off":
         return None

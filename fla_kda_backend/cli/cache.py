@@ -26,7 +26,10 @@ def run(args: argparse.Namespace) -> int:
     from .. import config
     from ..compiling import disk
 
-    folder = args.dir or config.cache_dir()
+    folder, reason = (args.dir, None) if args.dir else config.find_cache_dir()
+    if reason is not None:
+        print(f"fla-kda cache: {reason}", file=sys.stderr)
+        return 1
     if folder is None:
         print("FLA_KDA_CUTE_CACHE_DIR=off: nothing is kept")
         return 1 if args.verify else 0

@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(f"{spec}" for spec in needed_specs(archs, wanted, args.sms)))
         return 0
-    folder = args.out or config.cache_dir()
+    folder, reason = (args.out, None) if args.out else config.find_cache_dir()
+    if reason is not None:
+        return _stop(f"--out is needed: {reason}")
     if folder is None:
         return _stop("--out is needed where there is no cache directory, as with FLA_KDA_CUTE_CACHE_DIR=off")
     directory = disk.Directory(folder)

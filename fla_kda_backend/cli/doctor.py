@@ -122,14 +122,16 @@ def cuda_match() -> dict[str, str | None]:
 
     packages = versions()
     installed = [name[-2:] for name in PACKAGES if "libs-cu" in name and packages[name]]
-    cuda = torch.version.cuda
+    cuda, driver = torch.version.cuda, driver_cuda()
     if cuda is None:
         verdict = "torch is built without CUDA: no kernel can run"
+    elif driver is not None and int(driver.split(".")[0]) < int(cuda.split(".")[0]):
+        verdict = f"mismatch: calls are left to FLA, for the kernels need a driver for CUDA {cuda.split('.')[0]}"
     elif cuda.split(".")[0] in installed:
         verdict = "ok"
     else:
         verdict = f"mismatch: install nvidia-cutlass-dsl with the libraries for CUDA {cuda.split('.')[0]}"
-    return {"torch": cuda, "driver": driver_cuda(), "dsl libraries": ", ".join(installed) or None, "verdict": verdict}
+    return {"torch": cuda, "driver": driver, "dsl libraries": ", ".join(installed) or None, "verdict": verdict}
 
 
 def driver_cuda() -> str | None:
@@ -179,8 +181,9 @@ def cache() -> dict[str, Any]:
     from .. import config
     from ..compiling import disk
 
-    folder = config.cache_dir()
-    found: dict[str, Any] = {"folder": "off" if folder is None else str(folder), "compiling": how_compiled()}
+    folder, reason = config.find_cache_dir()
+    off = "off" if reason is None else f"none: {reason}"
+    found: dict[str, Any] = {"folder": off if folder is None else str(folder), "compiling": how_compiled()}
     if folder is None:
         return found
     found["limit"] = f"{config.CACHE_MIB.get()} MiB"
@@ -206,6 +209,6 @@ def how_compiled() -> str:
     lacking = linking.missing()
     if lacking is not None:
         return f"in each process, in memory, because nothing can be linked here: {lacking}"
-    if config.cache_dir() is None:
+    if config.find_cache_dir()[0] is None:
         return "in each process, in memory"
     return f"once, into the folder, linked by {linking.name_of(linking.linker())} and loaded by tvm-ffi"

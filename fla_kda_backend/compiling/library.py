@@ -91,11 +91,10 @@ def _keep(spec: KernelSpec, found: Found) -> Any:
 
 def _folder() -> Path | None:
     """The directory of compiled kernels; None: nothing is kept, which is said once where it is not what was asked for."""
-    try:
-        return config.cache_dir()
-    except (RuntimeError, OSError) as error:  # no home directory, of this user or of the one that is named
-        _say(logging.WARNING, f"compiled kernels are not kept: {error} {config.CACHE_DIR.name} can name a directory.")
-        return None
+    folder, reason = config.find_cache_dir()
+    if reason is not None:
+        _say(logging.WARNING, f"compiled kernels are not kept: {reason}")
+    return folder
 
 
 def _load(spec: KernelSpec) -> Found | None:

@@ -67,6 +67,35 @@ def test_doctor_shows_what_a_value_does(monkeypatch, name, value, shown):
     assert doctor.switches()[name] == shown
 
 
+@pytest.mark.parametrize(
+    "driver, verdict", [("12.6", "mismatch: calls are left to FLA"), ("13.0", "ok"), (None, "ok"), ("14.1", "ok")]
+)
+def test_doctor_tells_of_an_older_driver(monkeypatch, driver, verdict):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(doctor, "versions", lambda: {name: "1" for name in doctor.PACKAGES})
+    assert doctor.cuda_match()["verdict"].startswith(verdict)
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "FLA_KDA_CUTE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # no such entry
+
+
+@pytest.mark.parametrize("command, status", [("cache", 1), ("cache --verify", 1), ("compile", 2)])
+def test_without_a_home_directory_a_line_says_so(no_home, capsys, command, status):
+    assert cli.main(command.split()) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fla-kda") and "FLA_KDA_CUTE_CACHE_DIR can name a directory" in line
+
+
+def test_doctor_without_a_home_directory(no_home):
+    found = doctor.cache()
+    assert found["folder"].startswith("none: ") and found["compiling"] == "in each process, in memory"
+
+
 def test_doctor_tells_whether_training_is_on(monkeypatch):
     assert (doctor.trains((9, 0)), doctor.trains((10, 0))) == ("runs", "left to FLA")
     monkeypatch.setenv("FLA_KDA_CUTE_TRAINING", "0")
