@@ -146,7 +146,7 @@ def chain_of_states():
     """As `chain`; but {K_end}, whose stages hold the images, is read by products alone, so U and decays may be under way."""
     from fla_kda_backend.kernels.wy64.chain.shared import CHAIN_STAGES
 
-    return {8 * CHAIN_STAGES: {U: 4}, "A1T0": {U: None}, "SYNCS": {INFO: None}, "BAR": {U: None}}
+    return {8 * CHAIN_STAGES: {U: 4}, "A1T0": {U: None}, "SYNCS": {INFO: None}, "BAR": {U: None, INFO: None}}
 
 
 def reverse_chain():

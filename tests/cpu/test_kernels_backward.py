@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="needs the CuTe DSL, nvidia-cutlass-dsl")
 SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use
 SMEM_OF_SM = 228 * 1024  # bytes of an SM; every CTA on it takes 1 KB more than it uses
 # Bytes that may be spilled; to be none. Prepare takes them for a bounded fp32 gate with beta as given.
-STACK = {"LocalGradients": 160, "PrepareWY64": 8}
+STACK = {"LocalGradients": 104, "PrepareWY64": 8}
 REGISTERS = {"PrepareWY64": 128, "ChainStates": 255, "ReverseChain": 255, "LocalGradients": 128}
 NAMES = {"all": set(REGISTERS), "states": {"PrepareWY64", "ChainStates"}}
 
