@@ -2,7 +2,7 @@
 
     python tests/gpu/specs.py FOLDER [PART PARTS [training]]
 
-compiles them all, or part PART of PARTS (from 0), into FOLDER; with `training` those of test_training.py alone. It needs the
+compiles them all, or part PART of PARTS (from 0), into FOLDER; with `training` those of the tests of training alone. It needs the
 CuTe DSL and a C compiler, no GPU. On the GPU machine FLA_KDA_CUTE_CACHE_DIR=FOLDER finds them. Tests take their parameters
 from the tables here.
 """
@@ -173,7 +173,7 @@ def backward_spec(kind, grouped=False, wants_state=True, **schedule):
 
 
 def specs_of_training():
-    """Those that test_training.py launches: the backwards, and their forwards."""
+    """Those that the tests of training launch: the backwards, and their forwards."""
     kinds = (*BACKWARD_KINDS, *BACKWARD_SEGMENTED, call_table.FLASHKDA)
     found = [backward_spec(kind) for kind in kinds]
     found += [backward_spec(case.kind, case.heads != call_table.QK_HEADS) for case in call_table.CASES]

@@ -1,8 +1,5 @@
 """Gradients through FLA's chunk_kda: accuracy beside FLA's Triton kernels, and what a backward may depend on."""
 
-import gc
-import logging
-
 import call_table
 import pytest
 import torch
@@ -10,9 +7,10 @@ from call_table import BY_GATE, CASES, FLASHKDA, KIMI, Case
 from fla.ops.kda import chunk_kda
 from golden import relative_error
 from gpu import specs
-from gpu.launching import finish, limit_workspace, untuned
+from gpu.launching import finish, limit_workspace
 from gpu.training import (
     ON_HEADS,
+    PACKED,
     SUMS,
     TWO_CHANNELS,
     Pool,
@@ -29,14 +27,14 @@ from gpu.training import (
     padded,
     precise,
     ratios,
+    small,
+    strict,  # noqa: F401  # of each test
     table,
     training_call,
 )
 from kda_calls import call_of, laid_out
-from torch.utils.checkpoint import checkpoint
 
-from fla_kda_backend import dispatch_log, memo, op, planning, register
-from fla_kda_backend.backend import StrictModeError
+from fla_kda_backend import dispatch_log, memo, planning
 from fla_kda_backend.kernels.families import FAMILIES
 from fla_kda_backend.kernels.variant import Variant
 from fla_kda_backend.reference import backward
@@ -54,22 +52,12 @@ REGIMES = [
     (BY_GATE["softplus"], "normal"),
     (BY_GATE["softplus"], "steep"),
 ]
-# Of the ratio to FLA's error; 1.05 elsewhere. Where two channels make up the keys, M is a sum of one or two terms, of operands
-# that a bounded gate has in bf16 and FLA in tf32: dv and dbeta, which cancel, have 1.2 times its error, as has the state.
-LIMITS = {("saturated", "g"): 1.10, ("alternating", "initial_state"): 1.10, (TWO_CHANNELS, "initial_state"): 1.10,
-          (TWO_CHANNELS, "v"): 1.35, (TWO_CHANNELS, "beta"): 1.35}  # fmt: skip
-PACKED = kind_of(FLASHKDA, cu_seqlens="int64")
+# Of the ratio to FLA's error; 1.05 elsewhere.
+LIMITS = {("saturated", "g"): 1.10, ("alternating", "initial_state"): 1.10, (TWO_CHANNELS, "initial_state"): 1.10}
+# Not reached: where two channels make up the keys, M is a sum of one or two terms, of operands that a bounded gate has in bf16
+# and FLA in tf32, and dv and dbeta, which cancel, have 1.2 times its error. They must not get worse than this.
+SHORT = {(TWO_CHANNELS, "v"): 1.35, (TWO_CHANNELS, "beta"): 1.35}
 RAGGED = (1, 0, 64, 65, 130, 0, 63, 17, 300, 0)
-
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch):
-    monkeypatch.setenv("FLA_KDA_CUTE_STRICT", "1")
-    monkeypatch.setenv("FLA_FLASH_KDA", "0")
-    assert register()
-    untuned(monkeypatch)
-    yield
-    gc.collect()
 
 
 # ---- accuracy ----------------------------------------------------------------------------------------------------------
@@ -87,7 +75,10 @@ def test_pooled_errors_beside_those_of_triton(kind, regime, tokens, device, monk
     table(f"{kind.gate} {regime} {tokens}", ours.errors, theirs.errors)
     record_property("errors", {"ours": ours.errors, "triton": theirs.errors})
     wrong = {name: ratio for name, ratio in found.items() if not ratio <= LIMITS.get((regime, name), 1.05)}
-    assert len(found) == len(differentiable(call)) and not wrong, wrong
+    assert len(found) == len(differentiable(call))
+    assert all(ratio <= SHORT.get((regime, name), 0) for name, ratio in wrong.items()), wrong
+    if wrong:
+        pytest.xfail(f"known to fall short: {wrong}")
 
 
 def within(ours, theirs, case):
@@ -148,8 +139,6 @@ def test_the_reference_with_the_kernels_roundings_errs_as_much(case, device):
     ours, theirs = errors(found, wanted), errors(reference, wanted)
     table("kernels, reference", ours, theirs)
     for name in wanted:
-        if case.regime == "repeated" and name in SUMS:
-            continue  # terms of one key that cancel: what is left of them is a draw of roundings
         assert ours[name] <= max((3.0 if name in SUMS else 1.3) * theirs[name], NOISE) or theirs[name] > 0.5, name
 
 
@@ -167,13 +156,6 @@ def test_kimi_linears_own_call(device, monkeypatch, record_property):
 
 
 # ---- sequences -----------------------------------------------------------------------------------------------------------
-def small(found, call, grads, limit=8e-3):
-    """Whether gradients are right; a wrong one is off by 0.1 and more."""
-    wanted = {name: x for name, x in precise(call, *grads).items() if x is not None and x.any()}
-    seen = errors(found, wanted)
-    assert all(value < (5 * limit if name in SUMS else limit) for name, value in seen.items()), seen
-
-
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
 @pytest.mark.parametrize("before, behind", [(0, 0), (70, 133), (1, 0), (0, 63)])
 def test_packed_sequences(before, behind, dtype, device):
@@ -520,221 +502,3 @@ def test_gradients_do_not_look_ahead(device):
             assert not found[name][:, last + 1 :].any(), (name, last)
             assert name == "q" or found[name][:, : last + 1].any()
         assert found["q"][:, last].any() and not found["q"][:, :last].any()
-
-
-# ---- graphs and streams ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "kind, lengths",
-    [(FLASHKDA, (150, 150)), (PACKED, (64, 0, 300)), (FLASHKDA, (2100,))],
-    ids=["fixed", "packed", "long"],
-)
-def test_a_graph_of_a_whole_step(kind, lengths, device):
-    call = training_call(kind, lengths, 2, device)
-    grads = gradients_of_results(call)
-    expected = here(call, *grads)
-    given, leaves = leaves_of(call)
-
-    def step():
-        results = chunk_kda(**given)[:2]
-        return results, torch.autograd.grad(results, list(leaves.values()), grads)
-
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results, found = step()
-    for _ in range(3):
-        for x in found:
-            x.fill_(float("nan"))
-        graph.replay()
-        finish()
-        captured = tuple(x.detach() for x in results), dict(zip(leaves, found))
-        assert equal(captured, expected)
-    other = training_call(kind, lengths, 2, device, seed=1)
-    wanted = here(other, *grads)
-    with torch.no_grad():
-        for name in DIFFERENTIABLE:
-            call[name].copy_(other[name])  # the leaves share their memory
-    graph.replay()
-    finish()
-    assert equal((tuple(x.detach() for x in results), dict(zip(leaves, found))), wanted)
-
-
-def test_two_streams(device):
-    calls = [training_call(FLASHKDA, (700, 700), 6, device, seed=seed) for seed in range(2)]
-    pairs = [gradients_of_results(call, seed) for seed, call in enumerate(calls)]
-    expected = [here(call, *grads) for call, grads in zip(calls, pairs)]
-    streams, found = [torch.cuda.Stream(device) for _ in calls], []
-    torch.cuda.synchronize()
-    for _ in range(10):
-        for call, grads, stream in zip(calls, pairs, streams):
-            with torch.cuda.stream(stream):
-                found.append(differentiate(chunk_kda, call, *grads))
-    torch.cuda.synchronize()
-    assert all(equal(each, expected[n % 2]) for n, each in enumerate(found))
-
-
-def test_nothing_waits_for_the_gpu(device):
-    call = training_call(PACKED, (64, 0, 300), 2, device)
-    grads = gradients_of_results(call)
-    differentiate(chunk_kda, call, *grads)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        differentiate(chunk_kda, call, *grads)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-# ---- what torch does around a call -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(use_reentrant, device):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    grads = gradients_of_results(call)
-    expected = here(call, *grads)
-    given, leaves = leaves_of(call)
-
-    def layer(*tensors):
-        return chunk_kda(**given | dict(zip(leaves, tensors)))[:2]
-
-    results = checkpoint(layer, *leaves.values(), use_reentrant=use_reentrant)
-    torch.autograd.backward(results, grads)
-    found = tuple(x.detach() for x in results), {name: x.grad for name, x in leaves.items()}
-    assert equal(found, expected)
-
-
-def test_hooks_on_saved_tensors(device):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    grads = gradients_of_results(call)
-    expected = here(call, *grads)
-    with torch.autograd.graph.save_on_cpu():
-        assert equal(here(call, *grads), expected)
-
-
-def test_a_tensor_that_is_changed_in_place_raises(device):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    given, leaves = leaves_of(call)
-    given["v"] = leaves["v"] * 1
-    results = chunk_kda(**given)[:2]
-    with torch.no_grad():
-        given["v"].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(results, gradients_of_results(call))
-
-
-def test_a_second_derivative_raises(device):
-    call = training_call(specs.TRAINED, (200,), 2, device)
-    given, leaves = leaves_of(call)
-    out = chunk_kda(**given)[0]
-    (first,) = torch.autograd.grad(out, [leaves["v"]], gradients_of_results(call)[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
-        first.sum().backward()
-
-
-def test_a_backward_twice(device):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    grads = gradients_of_results(call)
-    _, expected = here(call, *grads)
-    given, leaves = leaves_of(call)
-    results = chunk_kda(**given)[:2]
-    for _ in range(2):
-        found = torch.autograd.grad(results, list(leaves.values()), grads, retain_graph=True)
-        assert all(map(torch.equal, found, expected.values()))
-
-
-def test_autocast_changes_nothing(device):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    grads = gradients_of_results(call)
-    expected = here(call, *grads)
-    with torch.autocast("cuda", torch.bfloat16):
-        assert equal(here(call, *grads), expected)
-
-
-def test_nothing_but_the_inputs_is_kept(device):
-    call = training_call(FLASHKDA, (1500,), 32, device)
-    given, leaves = leaves_of(call)
-    chunk_kda(**given)
-    gc.collect()
-    before = torch.cuda.memory_allocated(device)
-    results = chunk_kda(**given)[:2]
-    own = sum(-(-x.nbytes // 512) * 512 for x in results)
-    assert torch.cuda.memory_allocated(device) - before <= own
-    assert all(x.requires_grad for x in results) and leaves
-
-
-# ---- failures ------------------------------------------------------------------------------------------------------------
-def planted(monkeypatch):
-    """From now on no backward can be launched."""
-    launcher = op.launcher
-
-    def fail(*arguments):
-        raise RuntimeError("a planted failure")
-
-    monkeypatch.setattr(op, "launcher", lambda spec: fail if spec.family == "wy64_backward" else launcher(spec))
-    monkeypatch.setattr("fla_kda_backend.backend._warned", set())
-    memo.clear()
-
-
-def test_a_failing_backward_falls_back(device, monkeypatch, caplog):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    grads = gradients_of_results(call)
-    expected = on_triton(call, *grads, monkeypatch)
-    with torch.no_grad():
-        out, _ = chunk_kda(**call)
-    planted(monkeypatch)
-    monkeypatch.setenv("FLA_KDA_CUTE_STRICT", "0")
-    with caplog.at_level(logging.WARNING, "fla_kda_backend"), dispatch_log.capture() as seen:
-        results, found = differentiate(chunk_kda, call, *grads)
-    assert torch.equal(results[0], out)
-    assert [record.outcome for record in seen] == [dispatch_log.ACCEPTED, dispatch_log.FAILED]
-    assert sum("a planted failure" in record.getMessage() for record in caplog.records) == 1
-    small(found, call, grads, 2e-2)
-    assert max(errors(found, {name: x.double() for name, x in expected.items()}).values()) < 2e-2
-
-
-def test_a_failing_backward_raises_in_strict_mode(device, monkeypatch):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    planted(monkeypatch)
-    with pytest.raises(RuntimeError, match="a planted failure"):
-        differentiate(chunk_kda, call, *gradients_of_results(call))
-
-
-def test_the_switch(device, monkeypatch):
-    call = training_call(FLASHKDA, (200,), 2, device)
-    monkeypatch.setenv("FLA_KDA_CUTE_TRAINING", "0")
-    with pytest.raises(StrictModeError):
-        differentiate(chunk_kda, call, *gradients_of_results(call))
-    with torch.no_grad():
-        assert chunk_kda(**call)[0].isfinite().all()
-    monkeypatch.setenv("FLA_KDA_CUTE_STRICT", "0")
-    with dispatch_log.capture() as seen:
-        _, found = differentiate(chunk_kda, call, *gradients_of_results(call))
-    assert [record.outcome for record in seen] == [dispatch_log.DECLINED]
-    small(found, call, gradients_of_results(call), 2e-2)
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------------
-def test_peak_beside_inputs_is_well_below_that_of_triton(device, monkeypatch, record_property):
-    call = training_call(specs.TRAINED, (8192,), 32, device)
-    d_out, _ = gradients_of_results(call)
-
-    def peak(run):
-        run()
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-
-    def theirs():
-        with monkeypatch.context() as patched:
-            patched.setenv("FLA_KDA_CUTE", "0")
-            differentiate(chunk_kda, call, d_out, None)
-
-    found = peak(lambda: differentiate(chunk_kda, call, d_out, None)), peak(theirs)
-    record_property("peak", found)
-    print("\npeak MiB: ours {:.0f}, Triton {:.0f}".format(*found))
-    assert found[0] <= 0.7 * found[1]

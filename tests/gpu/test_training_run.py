@@ -98,4 +98,4 @@ def test_the_loss_goes_as_with_triton(name, device, record_property):
     print(f"\nlosses {theirs[0]:.2f} to {theirs[-WINDOW:].mean():.3f}, ours to {ours[-WINDOW:].mean():.3f}; "
           f"distance {found:.1e}, perturbed {' '.join(f'{x:.1e}' for x in chance)}")  # fmt: skip
     assert theirs[-WINDOW:].mean() < 0.7 * theirs[0], "nothing was learned"
-    assert found <= 1.5 * max(chance)
+    assert found <= max(chance)

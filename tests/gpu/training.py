@@ -1,13 +1,16 @@
 """Gradients of chunk_kda: on our kernels, on FLA's Triton kernels, in double precision; and their errors."""
 
+import gc
 from dataclasses import replace
 
+import pytest
 import torch
+from call_table import FLASHKDA
 from golden import relative_error
-from gpu.launching import scratch_is_nan
+from gpu.launching import scratch_is_nan, untuned
 from kda_calls import plain
 
-from fla_kda_backend import dispatch_log
+from fla_kda_backend import dispatch_log, register
 from fla_kda_backend.reference import backward
 from fla_kda_backend.reference.backward import DIFFERENTIABLE
 from fla_kda_backend.testing import TOKEN_AXIS, Form, Normal, make, regime
@@ -200,3 +203,24 @@ def padded(call, before, behind):
 
 def kind_of(kind, **changes):
     return replace(kind, **changes)
+
+
+PACKED = kind_of(FLASHKDA, cu_seqlens="int64")
+
+
+def small(found, call, grads, limit=8e-3):
+    """Whether gradients are right; a wrong one is off by 0.1 and more."""
+    wanted = {name: x for name, x in precise(call, *grads).items() if x is not None and x.any()}
+    seen = errors(found, wanted)
+    assert all(value < (5 * limit if name in SUMS else limit) for name, value in seen.items()), seen
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch):
+    """Of the tests of a module that imports it: what is not ours raises, and FLA's kernels do not tune themselves."""
+    monkeypatch.setenv("FLA_KDA_CUTE_STRICT", "1")
+    monkeypatch.setenv("FLA_FLASH_KDA", "0")
+    assert register()
+    untuned(monkeypatch)
+    yield
+    gc.collect()
