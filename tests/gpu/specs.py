@@ -2,7 +2,7 @@
 
     python tests/gpu/specs.py FOLDER [PART PARTS [training]]
 
-compiles them all, or part PART of PARTS (from 0), into FOLDER; with `training` those of the tests of training alone. It needs the
+compiles them all, or part PART of PARTS (from 0), into FOLDER; with `training` those of its tests alone. It needs the
 CuTe DSL and a C compiler, no GPU. On the GPU machine FLA_KDA_CUTE_CACHE_DIR=FOLDER finds them. Tests take their parameters
 from the tables here.
 """
